@@ -1,0 +1,167 @@
+"""Facts about number formats: small frozen descriptors from which codes, maxima and midpoints are derived.
+
+A *code* is a bit pattern, a *value* the number it stands for. Sources: OCP Microscaling Formats (MX) v1.0 and OCP 8-bit
+Floating Point (OFP8) v1.0; NVFP4 as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3 block scales).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+FLT_MAX = np.finfo(np.float32).max
+FLT_MIN = np.finfo(np.float32).tiny  # smallest normal
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """One number of `bits` bits: a float (sign, exponent, mantissa) or a two's complement integer (no exponent bits).
+
+    Block scales use the same descriptors: E8M0 is unsigned, has no mantissa and no zero.
+    specials: "none"; "nan": the pattern of all ones is NaN and there is no infinity; "ieee": the top exponent holds inf and NaN.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int = 0
+    specials: Literal["none", "nan", "ieee"] = "none"
+    signed: bool = True
+    has_zero: bool = True
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def bits(self) -> int:
+        return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def is_integer(self) -> bool:
+        return self.exponent_bits == 0
+
+    @property
+    def sign_bit(self) -> int:
+        """The bit of a code that holds the sign; 0 for unsigned formats."""
+        return 1 << (self.bits - 1) if self.signed else 0
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal value; subnormals share its step."""
+        return (1 if self.has_zero else 0) - self.bias
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32 value of every code, in code order (2**bits entries, read-only). NaN codes are NaN."""
+        codes = np.arange(2**self.bits)
+        values = self._integer_values(codes) if self.is_integer else self._float_values(codes)
+        values = values.astype(np.float32)
+        values.setflags(write=False)
+        return values
+
+    def _integer_values(self, codes: np.ndarray) -> np.ndarray:
+        return np.where(codes & self.sign_bit, codes - 2**self.bits, codes)
+
+    def _float_values(self, codes: np.ndarray) -> np.ndarray:
+        # bit picture: [s] e..e m..m ; value = (-1)^s * 2^(max(e, 1) - bias - M) * ((e > 0) * 2^M + m)
+        mantissa = codes & (2**self.mantissa_bits - 1)
+        field = (codes >> self.mantissa_bits) & (2**self.exponent_bits - 1)
+        hidden = np.where((field > 0) | (not self.has_zero), 2**self.mantissa_bits, 0)
+        exponent = np.maximum(field - self.bias, self.emin) - self.mantissa_bits
+        magnitude = np.ldexp((hidden + mantissa).astype(np.float64), exponent)
+        top = field == 2**self.exponent_bits - 1
+        if self.specials == "nan":
+            magnitude[top & (mantissa == 2**self.mantissa_bits - 1)] = np.nan
+        elif self.specials == "ieee":
+            magnitude[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
+        return np.where(codes & self.sign_bit, -magnitude, magnitude)
+
+    @cached_property
+    def magnitudes(self) -> np.ndarray:
+        """Finite values of the non-negative codes, ascending; the index is the code."""
+        positive = self.values[: self.sign_bit or None]
+        return positive[np.isfinite(positive)]
+
+    @property
+    def max(self) -> np.float32:
+        """Largest finite value."""
+        return self.magnitudes[-1]
+
+    @property
+    def max_code(self) -> int:
+        """Code of the largest finite value."""
+        return len(self.magnitudes) - 1
+
+    @property
+    def nan_code(self) -> int:
+        """Code that a NaN becomes: the format's NaN, or its largest value where it has none (as PTX cvt .satfinite does)."""
+        return self.max_code if self.specials == "none" else (self.sign_bit or 2**self.bits) - 1
+
+    @property
+    def min_normal(self) -> np.float32:
+        return np.float32(2.0**self.emin)
+
+    @property
+    def min_subnormal(self) -> np.float32:
+        """Smallest positive value."""
+        return self.magnitudes[1 if self.has_zero else 0]
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite value: floor(log2(max))."""
+        return int(np.frexp(np.float64(self.max))[1]) - 1
+
+    @cached_property
+    def midpoints(self) -> np.ndarray:
+        """Values half way between neighbouring magnitudes, where rounding has a tie (float64: exact)."""
+        magnitudes = self.magnitudes.astype(np.float64)
+        return (magnitudes[1:] + magnitudes[:-1]) / 2
+
+
+E2M1 = ElementFormat("E2M1", 2, 1, 1)
+E2M3 = ElementFormat("E2M3", 2, 3, 1)
+E3M2 = ElementFormat("E3M2", 3, 2, 3)
+E4M3 = ElementFormat("E4M3", 4, 3, 7, specials="nan")
+E5M2 = ElementFormat("E5M2", 5, 2, 15, specials="ieee")
+E8M0 = ElementFormat("E8M0", 8, 0, 127, specials="nan", signed=False, has_zero=False)
+INT4 = ElementFormat("INT4", 0, 3)
+INT8 = ElementFormat("INT8", 0, 7)
+
+ELEMENT_FORMATS = (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements of one format in blocks that share a scale: value = element * block_scale [* tensor_scale]."""
+
+    name: str
+    element: ElementFormat
+    scale: ElementFormat
+    block_size: int
+    has_tensor_scale: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def bits_per_value(self) -> float:
+        """Storage of one value including its share of the block scale."""
+        return self.element.bits + self.scale.bits / self.block_size
+
+    @property
+    def max(self) -> float:
+        """Largest value that a block can hold (before the tensor scale)."""
+        return float(self.element.max) * float(self.scale.max)
+
+
+NVFP4 = BlockFormat("NVFP4", E2M1, E4M3, 16, has_tensor_scale=True)
+MXFP4 = BlockFormat("MXFP4", E2M1, E8M0, 32)
+MXFP6_E2M3 = BlockFormat("MXFP6_E2M3", E2M3, E8M0, 32)
+MXFP6_E3M2 = BlockFormat("MXFP6_E3M2", E3M2, E8M0, 32)
+MXFP8_E4M3 = BlockFormat("MXFP8_E4M3", E4M3, E8M0, 32)
+MXFP8_E5M2 = BlockFormat("MXFP8_E5M2", E5M2, E8M0, 32)
+
+BLOCK_FORMATS = (NVFP4, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2)

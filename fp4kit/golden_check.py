@@ -1,0 +1,362 @@
+"""Which recipe must equal which recorded arrays, and the comparison. `fp4kit recipes --check` prints it; the tests assert it.
+
+Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN, which no
+producer keeps stable (tests/golden/README.md lists and explains these exceptions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.golden import GoldenSet
+from fp4kit.ops.amax import amax as op_amax
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.reference.codec import decode
+from fp4kit.reference.scaling import tensor_scale
+
+Mask = np.ndarray
+
+
+@dataclass(frozen=True)
+class Row:
+    """Variants of a file that a recipe must equal.
+
+    inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
+    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), or "" (computed from x).
+    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
+    columnwise codes as (M, K) and their scales as (M/block, K).
+    """
+
+    recipe: str
+    file: str
+    variant: str
+    inputs: str = ""
+    block: tuple[int, int] | None = None
+    given: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    skip: str = ""
+    columnwise_in_place: bool = False
+    fake: bool = False
+
+
+class Difference(NamedTuple):
+    """An array that is not equal: its key and how many of its values differ (or why it could not be compared)."""
+
+    key: str
+    count: int
+    size: int
+    note: str = ""
+
+
+class Result(NamedTuple):
+    """Outcome of one recipe: arrays compared, and those that differ."""
+
+    recipe: str
+    compared: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> int:
+        return self.compared - len(self.differences)
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------------
+
+
+def _te_rows() -> Iterator[Row]:
+    pairs = (("nvfp4-te-reference", "nvfp4_1d"), ("nvfp4-te-reference-2d", "nvfp4_2d"), ("nvfp4-te", "cpp_nvfp4_1d"),
+             ("nvfp4-te-2d", "kern_primary_weight"), ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"))  # fmt: skip
+    for name, variant in pairs:
+        yield Row(name, "te", variant)
+        yield Row(name, "te", f"{variant}_T", options={"axis": 0})
+    for variant, hadamard in (("nvfp4_1d_rht_T", True), ("nvfp4_1d_rht_nosign_T", "no_signs")):
+        yield Row("nvfp4-te-reference", "te", variant, inputs="__bf16", options={"axis": 0, "hadamard": hadamard})
+    for error in ("mae", "mse"):
+        for scale_max in (448, 256):
+            name, variant = f"nvfp4-te-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
+            yield Row(name, "te", f"nvfp4_1d_{variant}")
+            yield Row(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
+            yield Row(f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}")
+    yield Row("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
+    yield Row("mxfp4-te", "te", "mxfp4_1d_ref")
+    yield Row("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
+    for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
+        for shape, kind in (("1d", ""), ("2d", "-2d")):
+            yield Row(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
+            yield Row(
+                f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}_C", options={"axis": 0}, columnwise_in_place=True
+            )
+
+
+def _flashinfer_rows() -> Iterator[Row]:
+    for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
+        yield Row(name, "flashinfer", f"{variant}_linear", skip="uncertain")
+        yield Row(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
+        yield Row(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
+    yield Row("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
+
+
+def _modelopt_rows() -> Iterator[Row]:
+    yield Row("nvfp4-modelopt", "modelopt", "nvfp4")
+    yield Row("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
+    yield Row("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
+    yield Row("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
+    yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
+    yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
+    fakes = {
+        "fp8-modelopt": "fp8_per_tensor", "fp8-modelopt-channel": "fp8_axis0", "int8-modelopt": "int8_per_tensor",
+        "int8-modelopt-channel": "int8_per_channel_axis0", "int8-modelopt-channel-narrow": "int8_per_channel_axis0_narrow",
+        "int4-modelopt-channel": "int4_axis0", "int4-modelopt": "int4_block32",
+    }  # fmt: skip
+    for name, variant in fakes.items():
+        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
+        yield Row(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
+    for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
+        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
+    yield Row("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
+    yield Row("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
+    yield Row("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
+
+
+def _torchao_rows() -> Iterator[Row]:
+    yield Row("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
+    yield Row("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
+    for mode in ("floor", "rceil", "ceil", "even"):
+        name = "mxfp4-ocp" if mode == "floor" else f"mxfp4-torchao-{mode}"
+        yield Row(name, "ao", f"mxfp4_{mode}", skip="nan_scale")
+        for size in (16, 64):
+            yield Row(name, "ao", f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
+        for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
+            yield Row(f"mxfp8-torchao-{mode}{suffix}", "ao", f"mxfp8_{element}_{mode}", skip="nan_scale")
+        for element in ("e2m3", "e3m2"):
+            yield Row(f"mxfp6-torchao-{mode}-{element}", "ao", f"mxfp6_{element}_{mode}", skip="nan_scale")
+
+
+def _other_rows() -> Iterator[Row]:
+    yield Row("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
+    for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
+        yield Row(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
+    for mode in ("nearest", "nearest_flush", "even", "floor"):
+        yield Row(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
+        yield Row(f"mxfp8-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
+
+
+ROWS: tuple[Row, ...] = (*_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows())
+
+# ---- exceptions: what of an array is not compared, as a mask over elements ------------------------------------------------
+
+
+def _block_amax(case: Case) -> np.ndarray:
+    x = np.abs(case.x.astype(np.float32))
+    size = case.recipe.block_size
+    return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
+
+
+def _skip_nan_scale(case: Case) -> Mask:
+    """Codes under a NaN scale carry no meaning."""
+    scale = decode(case.q.block_scale, case.recipe.scale)
+    return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
+
+
+def _skip_nonfinite_block(case: Case) -> Mask:
+    """Casts of inf and NaN to uint8 are undefined in C."""
+    return ~np.isfinite(_block_amax(case))
+
+
+def _skip_overflowing_block(case: Case) -> Mask:
+    """compressed-tensors corrupts blocks whose amax rounds up to a power of two beyond the input dtype."""
+    limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
+    return ~(_block_amax(case) < limit)
+
+
+def _skip_uncertain(case: Case) -> Mask:
+    """Bytes that depend on which neighbour rcp.approx returns: the file marks those that do not."""
+    certain = case.part("codes_certain")
+    if certain is None:
+        return np.zeros(case.x.shape, bool)
+    return np.repeat(certain != 1, case.x.shape[1] // certain.shape[1], axis=1)
+
+
+def _skip_undefined(case: Case) -> Mask:
+    """NaN elements read an uninitialised variable there; the file marks what is defined."""
+    valid = case.part("valid")
+    return np.zeros(case.x.shape, bool) if valid is None else ~valid
+
+
+def _skip_cpu_only_rows(case: Case) -> Mask:
+    """fp8-modelopt-channel: inputs recorded on a CPU alone, which evaluates 448 / amax as (1 / amax) * 448; a GPU divides."""
+    cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
+    amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
+    with np.errstate(all="ignore"):
+        differs = np.float32(448) / amax != np.float32(1) / amax * np.float32(448)
+    return np.broadcast_to(cpu_only & differs, case.x.shape)
+
+
+# ---- the comparison -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """One input of a row: what the file recorded, and what the recipe gives."""
+
+    row: Row
+    golden: GoldenSet
+    name: str
+    recipe: Recipe
+    x: np.ndarray
+    q: Any = None
+
+    def key(self, part: str) -> str:
+        return f"{self.name}/{self.row.variant}/{part}"
+
+    def part(self, part: str) -> np.ndarray | None:
+        """A recorded array; the one that a GPU gave where there are two. bfloat16 comes typed."""
+        for file in (f"{self.row.file.removesuffix('_fake')}_h200", self.row.file):
+            if self.key(part) in self.golden.keys(file):
+                array = self.golden.get(file, self.key(part))
+                return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
+        return None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the call: the row's options, and the amaxes that the file supplies."""
+        options = dict(self.row.options)
+        amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
+        if self.row.given and amax is not None and not np.isnan(amax).any():
+            options["tensor_amax"] = amax
+        block = self.part("block_amax")
+        if self.row.given == "static" and block is not None and not np.isnan(block.astype(np.float32)).any():
+            options["block_amax"] = block.astype(np.float32)
+        return options
+
+
+SKIPS: dict[str, Callable[[Case], Mask]] = {
+    "nan_scale": _skip_nan_scale,
+    "nonfinite_block": _skip_nonfinite_block,
+    "overflowing_block": _skip_overflowing_block,
+    "uncertain": _skip_uncertain,
+    "undefined": _skip_undefined,
+    "cpu_only_rows": _skip_cpu_only_rows,
+}
+
+
+def cases(row: Row, golden: GoldenSet) -> Iterator[Case]:
+    """The inputs that the set holds for a row."""
+    r = recipe(row.recipe)
+    r = r if row.block is None else replace(r, block=row.block)
+    for name in golden.variants(row.file).get(row.variant, ()):
+        if name.endswith(row.inputs):
+            yield Case(row, golden, name, r, golden.input(name))
+
+
+def check_recipe(name: str, golden: GoldenSet) -> Result:
+    """Compare every recorded array of a recipe's rows."""
+    compared, differences = 0, []
+    for row in ROWS:
+        if row.recipe != name:
+            continue
+        for case in cases(row, golden):
+            for key, ours, recorded, skip in _fake_arrays(case) if row.fake else _arrays(case):
+                compared += 1
+                different = _differs(ours, recorded) & ~skip
+                if different.any():
+                    differences.append(Difference(f"{row.file}: {key}", int(different.sum()), different.size))
+    return Result(name, compared, tuple(differences))
+
+
+Compared = Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]
+
+
+def _arrays(case: Case) -> Compared:
+    case.q = quantize(case.x, case.recipe, **case.arguments())
+    skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
+    codes, scales = case.part("codes"), case.part("scales")
+    if codes is not None:
+        yield case.key("codes"), *_element_codes(case, codes), skip.T if case.row.columnwise_in_place else skip
+    if scales is not None:
+        ours = case.q.block_scale.T if case.row.columnwise_in_place else case.q.block_scale
+        by_block = skip[:, :: case.recipe.block_size] if case.row.skip in ("nonfinite_block", "overflowing_block") else np.False_
+        yield case.key("scales"), _unsign_nan(ours, case.recipe.scale), _unsign_nan(_crop(scales, ours), case.recipe.scale), by_block
+    yield from _tensor_arrays(case)
+
+
+def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Codes one per element, ours and the recorded ones."""
+    from fp4kit.layouts import unpack
+
+    if case.recipe.element.bits == 4:
+        return unpack(case.q.packed), unpack(recorded)
+    ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
+    if case.recipe.element.bits == 6 and recorded.shape != ours.shape:
+        recorded = unpack_fp6(recorded)
+    return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
+
+
+def unpack_fp6(packed: np.ndarray) -> np.ndarray:
+    """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
+    b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
+    word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
+    return (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
+
+
+def _tensor_arrays(case: Case) -> Compared:
+    """tensor amax and scale, in the direction that the file keeps."""
+    amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
+    none = np.False_
+    if amax is not None and not case.row.given:
+        yield case.key("global_amax"), case.q.tensor_amax.reshape(-1), amax.reshape(-1), none
+    if scale is not None and case.q.tensor_amax is not None:
+        ours = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
+        decode_direction = case.row.file in ("modelopt", "ao")
+        yield case.key("global_scale"), (ours.decode if decode_direction else ours.encode).reshape(-1), scale.reshape(-1), none
+    if block is not None and not case.row.given:
+        yield case.key("block_amax"), op_amax(case.x, case.recipe), block, none
+
+
+def _fake_arrays(case: Case) -> Compared:
+    arguments = case.arguments()
+    skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
+    output = case.part("output") if case.part("output") is not None else case.part("dequant")
+    if output is not None:
+        y = fake_quantize(case.x, case.recipe, **arguments)
+        yield case.key("output"), y.astype(output.dtype), output, skip
+    gradient = case.part("grad_clip")
+    if gradient is not None:
+        upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")
+        upstream = upstream.view(ml_dtypes.bfloat16) if upstream.dtype == np.uint16 else upstream
+        ours = fake_quantize_backward(
+            upstream, case.x, case.recipe, amax=arguments.get("tensor_amax"), pass_through=False
+        )
+        yield case.key("grad_clip"), ours, gradient, np.False_
+
+
+def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
+    """Drop padding rows and columns of recorded scales."""
+    if recorded.size == ours.size:
+        return recorded.reshape(ours.shape)
+    return recorded[: ours.shape[0], : ours.shape[1]]
+
+
+def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
+    """NaN codes without their sign."""
+    return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
+
+
+def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
+    if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
+        return np.ones(recorded.shape, bool)
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[ours.dtype.itemsize]
+    bits = np.ascontiguousarray(ours).view(unsigned) != np.ascontiguousarray(recorded).view(unsigned)
+    if ours.dtype == np.uint8:
+        return bits
+    return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))
+
+
+__all__ = ["ROWS", "Difference", "Quantized", "Result", "Row", "check_recipe"]

@@ -1,0 +1,238 @@
+"""DLPack in: arrays of other libraries as NumPy arrays, without a copy.
+
+NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so the capsule is read here, for every dtype alike. The
+structures are those of dlpack.h (DLPack 1.x), the capsule protocol that of the Python array API standard.
+
+A capsule that nobody consumes calls the exporter's deleter when it is garbage collected. The arrays made here hold the
+capsule itself, so the exporter's memory lives exactly as long as the last view of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["as_array", "as_arrays", "device_name"]
+
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
+_DEVICE_NAMES = {
+    1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 9: "vpi", 10: "rocm", 11: "cpu",
+    12: "ext_dev", 13: "cuda", 14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia", 18: "trainium",
+}  # fmt: skip
+
+# (DLDataTypeCode, bits, lanes) -> NumPy dtype
+_DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
+    **{(0, 8 * n, 1): np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{(1, 8 * n, 1): np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    **{(2, 8 * n, 1): np.dtype(f"f{n}") for n in (2, 4, 8)},
+    (4, 16, 1): np.dtype(ml_dtypes.bfloat16),
+    **{(5, 8 * n, 1): np.dtype(f"c{n}") for n in (8, 16)},
+    (6, 8, 1): np.dtype(np.bool_),
+    (10, 8, 1): np.dtype(ml_dtypes.float8_e4m3fn),
+    (12, 8, 1): np.dtype(ml_dtypes.float8_e5m2),
+    (14, 8, 1): np.dtype(ml_dtypes.float8_e8m0fnu),
+    (17, 4, 2): np.dtype(np.uint8),  # two E2M1 codes a byte
+}
+
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_VERSION = (1, 0)  # the newest DLPack version whose structures are declared below
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; NULL: row-major without gaps
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", _DLTensor),
+    )
+
+
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class _Memory:
+    """An exporter's memory as NumPy's array interface describes it; holds the capsule, and so the memory, alive."""
+
+    def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
+        self.capsule = capsule
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{dtype.itemsize}",  # plain bytes: NumPy has no type string for bfloat16
+            "shape": _shape(tensor),
+            "strides": _byte_strides(tensor, dtype.itemsize),
+            "data": ((tensor.data or 0) + tensor.byte_offset, read_only),
+        }
+
+
+def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
+    """Return `x` as a NumPy array that shares its memory.
+
+    Args:
+        x: a NumPy array of any dtype and any strides, which is returned as it is; a NumPy scalar, which becomes a 0-d
+            array; or an object in host memory that exports DLPack (PyTorch, JAX, ...), of a real, complex or bool type,
+            bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2, which arrives as uint8 (two
+            codes a byte, the even element in the low nibble).
+        name: what error messages call `x`, such as "quantize: x".
+
+    Returns:
+        An array of the shape, strides and values of `x`; bfloat16 and the 8-bit floats have the dtypes of ml_dtypes. It
+        keeps the memory of `x` alive, and is read-only where the exporter says so or, as in NumPy, cannot say
+        (DLPack before 1.0).
+
+    Raises:
+        TypeError: `x` is no array (a list, a Python number, ...), or its DLPack dtype is none of the above.
+        ValueError: `x` is a PyTorch tensor that requires grad.
+        NotImplementedError: `x` is on a CUDA or another device.
+        BufferError: the exporter refuses, or speaks a DLPack version other than 0.x and 1.x.
+    """
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.generic):
+        return np.asarray(x)
+    _require_host(device_name(x, name), name)
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name} requires grad, which a NumPy array cannot carry; pass {_variable(name)}.detach()")
+    return _from_capsule(_export(x), name)
+
+
+def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
+    """Return every argument as `as_array` does, after checking that all are on one device.
+
+    Args:
+        operation: the function that error messages begin with, such as "quantize".
+        **named: the arrays by the names that error messages use; None stays None.
+
+    Returns:
+        The arrays, in the order of the arguments.
+
+    Raises:
+        ValueError: the arrays are on more than one device; the message names each of them.
+        TypeError, NotImplementedError, BufferError: as `as_array`.
+    """
+    prefix = f"{operation}: " if operation else ""
+    devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} {'is ' * (i == 0)}on {place}" for i, (name, place) in enumerate(devices.items()))
+        raise ValueError(f"{prefix}{places}; all arrays of one call must be on one device; move them to one first")
+    return tuple(None if x is None else as_array(x, prefix + name) for name, x in named.items())
+
+
+def device_name(x: Any, name: str = "x") -> str:
+    """Return where `x` lives: "cpu" (page-locked memory included), "cuda:0", "rocm:1", "metal:0", ...
+
+    An object with only `__cuda_array_interface__`, which tells no device number, gives "cuda".
+
+    Raises:
+        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface.
+    """
+    if isinstance(x, (np.ndarray, np.generic)):
+        return "cpu"
+    if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
+        kind, index = (int(part) for part in x.__dlpack_device__())
+        return "cpu" if kind in _HOST_DEVICES else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
+    if hasattr(x, "__cuda_array_interface__"):
+        return "cuda"
+    raise TypeError(
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
+        f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
+    )
+
+
+def _variable(name: str) -> str:
+    """The argument's own name in `name`: "quantize: x" -> "x"."""
+    return name.rpartition(" ")[2]
+
+
+def _require_host(device: str, name: str) -> None:
+    if device == "cpu":
+        return
+    x = _variable(name)
+    way_out = f"cupy.asnumpy({x}) or {x}.cpu()" if device.startswith("cuda") else f"{x}.cpu() or jax.device_get({x})"
+    raise NotImplementedError(
+        f"{name} is on {device}; this version computes on NumPy arrays and on DLPack exporters in host memory; "
+        f"move it with {way_out}"
+    )
+
+
+def _export(x: Any) -> object:
+    """The exporter's capsule: versioned if it can make one, since only that can say that memory is read-only."""
+    try:
+        return x.__dlpack__(max_version=_VERSION)
+    except TypeError:  # an exporter of DLPack before 1.0 does not know the keyword
+        return x.__dlpack__()
+
+
+def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    tensor, read_only = _read(capsule, name)
+    dtype = _dtype(tensor.dtype, name)
+    if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
+        return np.empty(_shape(tensor), dtype)
+    return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
+
+
+def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
+    """The tensor that a capsule describes, valid while the capsule lives, and whether its memory is read-only."""
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        pointer = _capsule_pointer(capsule, b"dltensor_versioned")
+        versioned = _DLManagedTensorVersioned.from_address(pointer)
+        if versioned.major != _VERSION[0]:
+            raise BufferError(
+                f"{name} exports DLPack {versioned.major}.{versioned.minor}; needed is 1.x or earlier; "
+                f"pass a copy made by its library, such as np.asarray({_variable(name)})"
+            )
+        return versioned.dl_tensor, bool(versioned.flags & _READ_ONLY)
+    if _capsule_is_valid(capsule, b"dltensor"):
+        return _DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor")).dl_tensor, True
+    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needed is an unconsumed DLPack capsule; export it anew")
+
+
+def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
+    key = (dtype.code, dtype.bits, dtype.lanes)
+    if key not in _DTYPES:
+        raise TypeError(
+            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needed is float32, float16, bfloat16 or "
+            "another dtype that NumPy or ml_dtypes has; convert it first"
+        )
+    return _DTYPES[key]
+
+
+def _shape(tensor: _DLTensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+
+
+def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
+    return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

@@ -1,0 +1,52 @@
+"""dequantize: check, allocate, call the reference matrix by matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.layouts import unswizzle_scales
+from fp4kit.ops import check
+from fp4kit.ops.quantize import matrix_part
+from fp4kit.quantized import Quantized
+from fp4kit.reference.dequantize import dequantize_matrix
+
+
+def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None) -> np.ndarray:
+    """Values of a quantized array, in the shape of the array that was quantized.
+
+        value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
+
+    q: Quantized on the CPU, any scale layout. dtype: float32, float16 or bfloat16; None for that of the original array.
+    out: array of q.shape and dtype to write to.
+    Returns a new array (a transposed view where the quantized axis was not the last).
+    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype.
+    Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
+    Exact: what the recipe's producer decodes.
+    """
+    check.check_quantized("dequantize", q)
+    wanted = np.dtype(q.dtype if dtype is None else dtype)
+    if wanted not in check.FLOATS:
+        raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
+    if out is not None:
+        check.check_out("dequantize", "out", out, q.shape, wanted)
+    moved = np.empty(q.moved_shape, wanted)
+    if moved.size:
+        _run(q, moved)
+    values = np.moveaxis(moved, -1, q.axis)
+    if out is None:
+        return values
+    out[...] = values
+    return out
+
+
+def _run(q: Quantized, moved: np.ndarray) -> None:
+    M, K = (1, *q.moved_shape)[-2:]
+    B = moved.size // (M * K)
+    packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
+    scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+    amax = None if q.tensor_amax is None else np.asarray(q.tensor_amax)
+    for i in range(B):
+        part = matrix_part(amax, q.recipe, i, values.shape)
+        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, q.dtype, values[i])

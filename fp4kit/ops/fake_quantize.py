@@ -1,0 +1,132 @@
+"""fake_quantize and its straight-through gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.interop import as_array
+from fp4kit.ops import check
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.prepare import Prepared, prepare, stack
+from fp4kit.ops.quantize import compute_tensor_amax, given_amaxes, matrix_part, quantize
+from fp4kit.quantized import scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+from fp4kit.reference.blocks import tiles
+from fp4kit.reference.fake import FAKE_RULES, clip_gradient
+from fp4kit.reference.scaling import tensor_scale
+
+
+def fake_quantize(
+    x: Any,
+    recipe: str | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+    rounding: str = "nearest",
+    seed: Any = None,
+) -> np.ndarray:
+    """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
+
+    Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
+    instead, which has no codes and often another arithmetic than its real one (reference.fake states each).
+    Returns a new array of x's shape and dtype.
+    """
+    r = find_recipe(recipe)
+    if r.fake_rule is None:
+        options = {"tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
+        return dequantize(quantize(x, r, axis=axis, **options))
+    if rounding != "nearest":
+        raise ValueError(f"fake_quantize: {r.id} rounds to nearest only; got rounding={rounding!r}")
+    p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax)
+    amax, block = given_amaxes("fake_quantize", p)
+    if amax is None and r.tensor_scaling != "none":
+        amax = compute_tensor_amax(p.moved, r)
+    return np.moveaxis(_run_fake_rule(p, amax, block), -1, p.axis)
+
+
+def _run_fake_rule(p: Prepared, amax: np.ndarray | None, block: np.ndarray | None) -> np.ndarray:
+    moved = np.empty(p.moved.shape, p.x.dtype)
+    if not moved.size:
+        return moved
+    per_expert = amax is not None and amax.ndim > 0
+    x = stack(p.moved, p.recipe, per_expert)
+    values = moved.reshape(x.shape)
+    blocks = None if block is None else block.reshape(*x.shape[:2], -1)
+    size = p.recipe.block_size
+    for i, matrix in enumerate(x):
+        tensor = tensor_scale(matrix_part(amax, p.recipe, i, x.shape), p.recipe, p.x.dtype).columns(p.recipe)
+        for rows, columns in tiles(matrix.shape, p.recipe.block):
+            tile = np.ascontiguousarray(matrix[rows, columns], np.float32)
+            cut = slice(columns.start // size, columns.stop // size)
+            given = None if blocks is None else blocks[i][rows, cut]
+            with np.errstate(all="ignore"):
+                y = FAKE_RULES[p.recipe.fake_rule or ""](tile, p.recipe, tensor.cut(rows, cut).amax, given, p.x.dtype)
+                values[i][rows, columns] = y.astype(p.x.dtype)
+    return moved
+
+
+def fake_quantize_backward(
+    grad: Any, x: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
+) -> np.ndarray:
+    """Straight-through gradient of fake_quantize with respect to x.
+
+        pass_through: grad        otherwise: grad where |x| <= amax, else 0
+
+    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), or one per block; None for
+    what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is compared in float32, never rounded to x's dtype.
+    Returns grad itself with pass_through, else a new array of grad's shape and dtype.
+    Raises ValueError if the shapes differ, or amax fits neither; TypeError for other dtypes.
+    Numerics: |x| = amax passes; NaN x gives 0. Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+    """
+    p = prepare("fake_quantize_backward", x, recipe, axis, grad=grad)
+    g = as_array(p.others["grad"], "fake_quantize_backward: grad")
+    check.check_float("fake_quantize_backward", g, "grad")
+    if g.shape != p.x.shape:
+        raise ValueError(f"fake_quantize_backward: grad has shape {g.shape}; needs that of x, {p.x.shape}")
+    if pass_through:
+        return g
+    clip = _clip_amax(p, amax)
+    out = np.empty(p.moved.shape, g.dtype)
+    _run_clip(np.moveaxis(g, p.axis, -1), p, clip, out)
+    return np.moveaxis(out, -1, p.axis)
+
+
+def _clip_amax(p: Prepared, amax: Any) -> np.ndarray:
+    """amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    lead, K = p.moved.shape[:-1], p.moved.shape[-1]
+    rows = int(np.prod(lead))
+    if amax is None:
+        given = compute_tensor_amax(p.moved, p.recipe)
+        amax = given.reshape(rows, -1) if given.ndim else given
+    amax = np.asarray(amax).astype(np.float32)
+    blocks = int(np.prod(scale_shape(p.moved.shape, p.recipe)[-1:]))
+    if amax.size == 1:
+        return amax.reshape(1, 1)
+    if amax.shape in (lead, (*lead, 1), (rows, 1)):
+        return amax.reshape(rows, 1)
+    if p.recipe.block and amax.size == rows * blocks:
+        return amax.reshape(rows, blocks)
+    raise ValueError(
+        f"fake_quantize_backward: amax has shape {amax.shape}; x {p.x.shape} needs (), {lead} (rows) or {(*lead, blocks)} (blocks)"
+    )
+
+
+def _run_clip(grad: np.ndarray, p: Prepared, amax: np.ndarray, out: np.ndarray) -> None:
+    if not out.size:
+        return
+    K = p.moved.shape[-1]
+    x, g = stack(p.moved, p.recipe, True), stack(grad, p.recipe, True)
+    result = out.reshape(x.shape)
+    M = x.shape[1]
+    for i, matrix in enumerate(x):
+        part = amax if len(amax) == 1 else amax[i * M : (i + 1) * M]
+        for rows, columns in tiles((M, K), p.recipe.block):
+            limit = part if len(part) == 1 else part[rows]
+            if limit.shape[1] > 1:
+                size = K // limit.shape[1]
+                limit = np.repeat(limit[:, columns.start // size : columns.stop // size], size, axis=1)
+            result[i][rows, columns] = clip_gradient(g[i][rows, columns], matrix[rows, columns], limit)

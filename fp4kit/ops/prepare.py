@@ -1,0 +1,69 @@
+"""What every operation does before work: import the array, find the recipe, check, and see x as a stack of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.interop import as_arrays
+from fp4kit.ops import check
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+
+
+class Prepared(NamedTuple):
+    """x as given, its recipe, the axis as a non-negative number, x with that axis last, and the other arrays of the call."""
+
+    x: np.ndarray
+    recipe: Recipe
+    axis: int
+    moved: np.ndarray
+    others: dict[str, Any]
+
+
+def prepare(op: str, x: Any, recipe: str | Recipe, axis: int, **others: Any) -> Prepared:
+    """Import x and the other arrays (None and numbers stay), check dtype, axis and length."""
+    r = find_recipe(recipe)
+    given = {name: a for name, a in others.items() if _is_array(a)}
+    x, *arrays = as_arrays(op, x=x, **given)
+    others |= dict(zip(given, arrays, strict=True))
+    check.check_float(op, x)
+    axis = check.check_axis(op, axis, x.ndim)
+    check.check_length(op, axis, x.shape[axis], r)
+    return Prepared(x, r, axis, np.moveaxis(x, axis, -1), others)
+
+
+def _is_array(a: Any) -> bool:
+    return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")
+
+
+def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> np.ndarray:
+    """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading index."""
+    if a.ndim == 1:
+        return a[None, None]
+    tall = recipe.block is not None and recipe.block[0] > 1
+    if a.ndim == 2 or (a.flags.c_contiguous and not tall and not per_matrix):
+        return a.reshape(1, -1, a.shape[-1])
+    if a.ndim == 3:
+        return a
+    return _StackView(a)  # type: ignore[return-value]
+
+
+class _StackView:
+    """Matrices of a strided array of more than three dimensions, by index, without copying it."""
+
+    def __init__(self, a: np.ndarray) -> None:
+        self._array = a
+        self._lead = a.shape[:-2]
+        self.shape = (int(np.prod(self._lead)), *a.shape[-2:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self._array[np.unravel_index(i, self._lead)]

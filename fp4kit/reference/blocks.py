@@ -1,0 +1,51 @@
+"""Blocks of a matrix: cutting it into tiles, the amax of blocks, scales of blocks that span rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fp4kit.recipes import Recipe
+
+TILE_ELEMENTS = 1 << 18  # bounds the temporaries of one step to a few MiB, which also keeps them in cache
+
+
+def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
+    """Cover a matrix with (rows, columns) of about TILE_ELEMENTS, cut at multiples of the block."""
+    M, K = shape
+    block_rows, block_columns = block or (1, 1)
+    columns = max(min(K, TILE_ELEMENTS // block_rows) // block_columns, 1) * block_columns
+    columns = K if columns + block_columns > K else columns
+    rows = max(TILE_ELEMENTS // max(columns, 1) // block_rows, 1) * block_rows
+    for row in range(0, M, rows):
+        for column in range(0, K, max(columns, 1)):
+            yield slice(row, min(row + rows, M)), slice(column, min(column + columns, K))
+
+
+def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
+    """Largest of float32 a >= 0 along axis, 0 for none. NaN as the recipe says (Recipe.amax_nan)."""
+    if recipe.amax_nan == "propagate":
+        return np.max(a, axis=axis, initial=np.float32(0))
+    if recipe.amax_nan == "lanes" and axis == -1:
+        even, odd = (np.fmax.reduce(a[..., lane::2], axis=-1) for lane in (0, 1))
+        return np.where(even > odd, even, odd)
+    return np.fmax.reduce(a, axis=axis, initial=np.float32(0))
+
+
+def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns); a last row of blocks may be short."""
+    rows, columns = recipe.block or (1, x.shape[1])
+    m, k = x.shape
+    amax = reduce_amax(np.abs(x).reshape(m, k // columns, columns), recipe)
+    if rows == 1:
+        return amax
+    padded = np.zeros((-(-m // rows) * rows, amax.shape[1]), np.float32)
+    padded[:m] = amax
+    return reduce_amax(padded.reshape(-1, rows, amax.shape[1]), recipe, axis=1)
+
+
+def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
+    """One row of blocks -> its rows of scales (scales of 16x16 blocks are stored once per row)."""
+    rows = recipe.block[0] if recipe.block else 1
+    return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]

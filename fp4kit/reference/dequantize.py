@@ -1,0 +1,101 @@
+"""dequantize: codes and scales back to values, one matrix at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fp4kit.formats import E4M3, E8M0
+from fp4kit.layouts import unpack
+from fp4kit.recipes import Recipe
+from fp4kit.reference.blocks import tiles
+from fp4kit.reference.codec import decode
+from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, tensor_scale
+
+# Values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for the elements -> values.
+DecodeRule = Callable[[np.ndarray, "np.ndarray | None", TensorScale, Recipe], np.ndarray]
+
+
+def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * (block_scale * tensor_scale); without block scales, value * tensor_scale."""
+    if scales is None:
+        return values * tensor.decode
+    return values * (decode(scales, E4M3)[..., None] * tensor.decode)
+
+
+def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))). Source: TE cast/nvfp4/dequantize_nvfp4.cuh."""
+    return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
+
+
+def decode_compressed_tensors(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * (block_scale / global_scale), global_scale in the encode direction."""
+    return values * (decode(scales, E4M3)[..., None] / tensor.encode)
+
+
+def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * 2^(scale - 127); 255 is NaN. Source: OCP MX v1.0."""
+    return values * decode(scales, E8M0)[..., None]
+
+
+def decode_e8m0_flashinfer_host(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0, but code 8 is +0. Source: FlashInfer mxfp4_dequantize_host."""
+    return decode_e8m0(_unsigned_zero(values, recipe), scales, tensor, recipe)
+
+
+def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
+    return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
+
+
+def decode_e8m0_flashinfer_api(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * float(scale << 23): 0 is 0, 255 is inf. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float, type 0."""
+    return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
+
+
+def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """ldexp(value, scale - 127): 255 is 2^128, so that 0.5 stays finite. Source: transformers convert_moe_packed_tensors."""
+    return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
+
+
+def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value / (max / amax), +0 where amax <= 2^-24."""
+    zero = tensor.amax <= TINY_AMAX
+    return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))
+
+
+DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {
+    "product": decode_product,
+    "te": decode_te,
+    "compressed_tensors": decode_compressed_tensors,
+    "e8m0": decode_e8m0,
+    "e8m0_flashinfer_host": decode_e8m0_flashinfer_host,
+    "e8m0_flashinfer_api": decode_e8m0_flashinfer_api,
+    "e8m0_unbounded": decode_e8m0_unbounded,
+    "int_modelopt": decode_int_modelopt,
+}
+
+
+def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
+    """float32 values (m, k) of codes (m, k) and block scale codes (m, k / block), by the recipe's decode rule."""
+    m, k = codes.shape
+    values = decode(codes, recipe.element).reshape(m, -1, recipe.block_size if recipe.block else k)
+    expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
+    with np.errstate(all="ignore"):
+        return DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe).reshape(m, k)
+
+
+def dequantize_matrix(
+    packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, amax: np.ndarray | None, dtype: np.dtype, out: np.ndarray
+) -> None:
+    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. dtype: of the tensor that was quantized."""
+    tensor = tensor_scale(amax, recipe, dtype).columns(recipe)
+    step = 2 if recipe.is_packed else 1
+    for rows, columns in tiles(out.shape, recipe.block):
+        codes = packed[rows, columns.start // step : columns.stop // step]
+        codes = unpack(codes) if recipe.is_packed else codes
+        blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
+        tile_scales = None if scales is None else scales[rows, blocks]
+        values = dequantize_tile(codes, tile_scales, recipe, tensor.cut(rows, blocks))
+        with np.errstate(over="ignore"):
+            out[rows, columns] = values.astype(out.dtype)

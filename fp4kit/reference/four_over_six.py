@@ -1,0 +1,82 @@
+"""4over6: each block takes the better of two scales, with its amax at code 6 or at code 4. Source: TE, a.8; FlashInfer a4."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import divide_ftz, flush, multiply_ftz
+from fp4kit.reference.blocks import spread_rows
+from fp4kit.reference.codec import decode, encode
+from fp4kit.reference.scaling import ONE, TensorScale
+
+ARITHMETIC = {False: (np.multiply, np.divide), True: (multiply_ftz, divide_ftz)}
+
+
+def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
+    multiply, divide = ARITHMETIC[recipe.flush]
+    scales = encode(base, E4M3)
+    factor = np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
+    scaled = multiply(blocks, spread_rows(factor, recipe, len(blocks))[..., None])
+    return scales, encode(scaled, E2M1, "rn", recipe.sign, recipe.nan_code)
+
+
+def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """(q * scale) back in the units of x: TE ((q * scale) * tensor_amax) / (6 * scale_max), FlashInfer (q * scale) * (1 / gs)."""
+    multiply, divide = ARITHMETIC[recipe.flush]
+    if recipe.flush:
+        return multiply(scaled, tensor.decode[..., None])
+    return divide(multiply(scaled, tensor.amax[..., None]), np.float32(6 * recipe.scale_max))
+
+
+def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Sum over the elements of a block, in their order, of |d| or d * d; float32, no fused multiply-add.
+
+    d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
+    """
+    scaled = decode(codes, E2M1) * spread_rows(decode(scales, E4M3), recipe, len(blocks))[..., None]
+    if recipe.fast_error:
+        difference = scaled.astype(np.float16).astype(np.float32) - blocks * tensor.encode[..., None]
+    else:
+        difference = _decoded(scaled, tensor, recipe) - blocks
+    difference = flush(difference) if recipe.flush else difference
+    terms = np.abs(difference) if recipe.four_over_six == "mae" else difference * difference
+    error = terms[..., 0]
+    for i in range(1, terms.shape[-1]):
+        error = error + terms[..., i]
+    return error if recipe.block[0] == 1 else _sum_rows(error, recipe)
+
+
+def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Errors of the 16 rows of a block, summed as a tree: row i with i + 8, then + 4, + 2, + 1."""
+    rows = recipe.block[0]
+    m, count = error.shape
+    padded = np.zeros((-(-m // rows) * rows, count), np.float32)
+    padded[:m] = error
+    tree = padded.reshape(-1, rows, count)
+    while tree.shape[1] > 1:
+        half = tree.shape[1] // 2
+        tree = tree[:, :half] + tree[:, half:]
+    return tree[:, 0]
+
+
+def quantize_four_over_six(
+    blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> tuple[np.ndarray, np.ndarray]:
+    """Element codes and block scales (m, blocks) of float32 blocks (m, blocks, 16).
+
+    base = amax / 6 * S_enc; the candidates' scales are E4M3(min(base, 448)) and E4M3(min(base * 1.5, 448)).
+    The second one wins only with a strictly smaller error.
+    """
+    multiply, divide = ARITHMETIC[recipe.flush]
+    base = multiply(divide(amax, E2M1.max), tensor.encode)
+    scales6, codes6 = _candidate(base, blocks, tensor, recipe)
+    scales4, codes4 = _candidate(multiply(base, np.float32(1.5)), blocks, tensor, recipe)
+    four = _error(blocks, scales4, codes4, tensor, recipe) < _error(blocks, scales6, codes6, tensor, recipe)
+    scales = spread_rows(np.where(four, scales4, scales6), recipe, len(blocks))
+    codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], codes4, codes6)
+    if recipe.flush:  # FlashInfer leaves a zero block early, without the signs of its zeros
+        codes = np.where((np.abs(amax) < FLT_MIN)[..., None], np.uint8(0), codes)
+    return codes, scales

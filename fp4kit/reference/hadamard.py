@@ -1,0 +1,28 @@
+"""Randomized Hadamard transform of blocks of 16, as Transformer Engine applies it before columnwise quantization."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK = 16
+TE_SIGN_MASK = 0xD7E8  # bit i set: input i of a block is negated
+
+
+def hadamard_matrix(sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
+    """T = diag(s) H16 / 4, float64 (16, 16): y = x @ T. H16 is Sylvester's matrix, s_i = -1 where bit i of sign_mask is set."""
+    H = np.array([[1.0]])
+    while len(H) < BLOCK:
+        H = np.block([[H, H], [H, -H]])
+    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(BLOCK)) & 1)
+    return signs[:, None] * H / 4
+
+
+def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
+    """y_j = 1/4 sum_i s_i H_ij x_i over each block of 16 along the last axis; same shape and dtype as x.
+
+    Numerics: the sum is formed in float64 and rounded once to the dtype of x. Exact: TE's bfloat16 transform.
+    Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
+    """
+    blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (blocks @ hadamard_matrix(sign_mask)).astype(x.dtype).reshape(x.shape)

@@ -1,0 +1,130 @@
+"""quantize: elements to codes, one matrix at a time, blocks along the last axis."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.layouts import pack
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import multiply_ftz
+from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
+from fp4kit.reference.codec import encode
+from fp4kit.reference.four_over_six import quantize_four_over_six
+from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.scaling import BLOCK_RULES, TensorScale, round_to, tensor_scale
+from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
+
+class Options(NamedTuple):
+    """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign mask."""
+
+    block_amax: np.ndarray | None = None
+    random: RandomBytes | None = None
+    hadamard: int | None = None
+
+
+def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
+    """float32 elements of a tile, contiguous; with a Hadamard mask, of its transform, rounded to the dtype of x."""
+    if hadamard is not None:
+        x = hadamard_blocks(x, hadamard)
+    return np.ascontiguousarray(x, np.float32)
+
+
+def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
+    """amax that the recipe's tensor scale needs, of a matrix: float32 (), (M,) for "row", (M, blocks) for "block".
+
+    FlashInfer takes the amax from its caller; its recipes ("lanes") use that of the finite elements.
+    """
+    M, K = x.shape
+    size = recipe.block_size
+    out = np.zeros({"row": (M, 1), "block": (M, K // size)}.get(recipe.tensor_scaling, (1, 1)), np.float32)
+    combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
+    for rows, columns in tiles(x.shape, recipe.block):
+        a = np.abs(widen(x[rows, columns], recipe, hadamard))
+        if recipe.tensor_scaling == "block":
+            out[rows, columns.start // size : columns.stop // size] = block_amax(a, recipe)
+        elif recipe.tensor_scaling == "row":
+            combine(out[rows], reduce_amax(a, recipe, axis=1)[:, None], out=out[rows])
+        else:
+            a = np.where(np.isfinite(a), a, np.float32(0)) if recipe.amax_nan == "lanes" else a
+            combine(out, reduce_amax(a, recipe, axis=None), out=out)
+    return {"row": out[:, 0], "block": out}.get(recipe.tensor_scaling, out[0, 0])
+
+
+def quantize_tile(
+    x: np.ndarray, recipe: Recipe, tensor: TensorScale, dtype: np.dtype, amax: np.ndarray | None, random: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Codes (m, k) and block scales (m, k / block) of float32 x (m, k).
+
+        scale, factor = block_rule(block_amax, tensor scale);   code = encode(x * factor)   or   encode(x / factor)
+
+    tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k) for stochastic rounding.
+    """
+    m, k = x.shape
+    blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
+    if recipe.block_rule is None:
+        return encode_elements(blocks, tensor.encode[..., None], recipe, dtype, random).reshape(m, k), None
+    amax = block_amax(x, recipe) if amax is None else amax
+    if recipe.four_over_six:
+        codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
+    else:
+        scales, factor = BLOCK_RULES[recipe.block_rule](amax, tensor, recipe, dtype)
+        scales, factor = (spread_rows(a, recipe, m) for a in (scales, factor))
+        codes = encode_elements(blocks, factor[..., None], recipe, dtype, random)
+    return codes.reshape(m, k), scales
+
+
+def encode_elements(
+    blocks: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype, random: np.ndarray | None
+) -> np.ndarray:
+    """Codes of the scaled elements: the recipe's rounding, or stochastic with the given random bytes."""
+    scaled = _scale_elements(blocks, factor, recipe)
+    if recipe.round_scaled:
+        scaled = round_to(scaled, dtype)
+    if random is not None:
+        return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
+    if recipe.nan_is_max:
+        scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
+    if recipe.narrow:
+        scaled = np.maximum(scaled, -recipe.element.max)
+    return encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
+
+
+def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
+    if recipe.flush:
+        return multiply_ftz(blocks, factor)
+    if recipe.apply == "divide":
+        return blocks / factor
+    return blocks * factor
+
+
+def quantize_matrix(
+    x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
+) -> None:
+    """Quantize x (M, K) into packed (M, K/2 or K) and scales (M, K/block), tile by tile.
+
+    amax: what tensor_amax returns, or any shape that broadcasts to it.
+    """
+    tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
+    step = 2 if recipe.is_packed else 1
+    for rows, columns in tiles(x.shape, recipe.block):
+        tile = widen(x[rows, columns], recipe, options.hadamard)
+        blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
+        with np.errstate(all="ignore"):
+            codes, tile_scales = quantize_tile(
+                tile,
+                recipe,
+                tensor.cut(rows, blocks),
+                x.dtype,
+                None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
+                None if options.random is None else options.random(rows, columns),
+            )
+        packed[rows, columns.start // step : columns.stop // step] = pack(codes) if recipe.is_packed else codes
+        if scales is not None:
+            scales[rows, blocks] = tile_scales
+
+
+def _block_rows(rows: slice, recipe: Recipe) -> slice:
+    height = recipe.block[0] if recipe.block else 1
+    return slice(rows.start // height, -(-rows.stop // height))

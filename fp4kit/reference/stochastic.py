@@ -1,0 +1,62 @@
+"""Stochastic rounding from given random bytes, and the counter-based stream that supplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fp4kit.formats import ElementFormat
+from fp4kit.reference.codec import encode_magnitude, exponent_field, power_of_two
+
+RandomBytes = Callable[[slice, slice], np.ndarray]  # (rows, columns) of a matrix -> uint8 (m, k)
+
+_MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+BYTES_PER_COUNTER = 16
+
+
+def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
+    """Philox4x32-10: uint32 (..., 4) of random words for uint32 counters (..., 4) and a key of two 32-bit words.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); the generator of cuRAND and TE.
+    """
+    c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for i in range(ROUNDS):
+        k0, k1 = (np.uint64((k + i * w) & 0xFFFFFFFF) for k, w in zip(key, _WEYL, strict=True))
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
+    """Random bytes of elements [start, start + count) in row-major order of the quantized array: uint8 (count,).
+
+    Element i takes byte i % 16, little-endian, of philox4x32(counter = i // 16 as 64 bits in words 0 and 1, key = seed).
+    """
+    first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
+    index = np.arange(first, max(last, first), dtype=np.uint64)
+    counter = np.zeros((len(index), 4), np.uint32)
+    counter[:, 0], counter[:, 1] = index & np.uint64(0xFFFFFFFF), index >> np.uint64(32)
+    words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    offset = start - first * BYTES_PER_COUNTER
+    return words.astype("<u4").view(np.uint8).reshape(-1)[offset : offset + count]
+
+
+def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
+    """Codes of float32 x rounded up or down with probability by distance: uint8, same shape.
+
+        t = |x| + (random / 256) * step(|x|);   code = rz(t) with the sign of x;   step(a) = distance of neighbours at a
+
+    random: uint8, one byte an element; byte 0 rounds toward zero. Saturates; NaN -> the format's nan_code.
+    Exact: TE's software rounding (ptx::stochastic_round_fp4_e2m1); the expected value is low by at most step / 256.
+    """
+    nan = np.isnan(x)
+    a = np.minimum(np.where(nan, np.float32(0), np.abs(x)), fmt.max)
+    exponent = np.maximum(exponent_field(a) - 127, np.int32(fmt.emin))
+    step = power_of_two(exponent - fmt.mantissa_bits)
+    t = a + random.astype(np.float32) * np.float32(1 / 256) * step
+    codes = encode_magnitude(t, fmt, "rz") | np.where(np.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))
+    return np.where(nan, np.uint8(fmt.nan_code), codes)

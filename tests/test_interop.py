@@ -1,0 +1,344 @@
+"""DLPack import: every layout of a fake exporter, lifetimes, refusals, and the real PyTorch and JAX where installed."""
+
+import ctypes
+import gc
+import subprocess
+import sys
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp4kit import interop
+from fp4kit.interop import as_array, as_arrays, device_name
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT, BFLOAT, BOOL = 2, 4, 6  # DLDataTypeCode
+CPU, CUDA, CUDA_HOST, METAL, ROCM, CUDA_MANAGED = 1, 2, 3, 8, 10, 13  # DLDeviceType
+
+_capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
+# A destructor sees a capsule whose reference count is 0, so it must be handled as an address, never as an object.
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+_exports = {}  # address of a managed tensor -> everything that it points to; its deleter removes the entry
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+def _delete_capsule(capsule):
+    for name in (b"dltensor", b"dltensor_versioned"):
+        if _is_valid(capsule, name):
+            del _exports[_get_pointer(capsule, name)]
+
+
+class Exporter:
+    """What a library of arrays does for DLPack, over the memory of a NumPy array of uint16 or another plain dtype."""
+
+    def __init__(self, memory, shape, strides, code=BFLOAT, bits=16, lanes=1, offset=0, flags=None, version=(1, 0)):
+        self.memory, self.shape, self.strides, self.offset = memory, shape, strides, offset
+        self.dtype, self.flags, self.version = (code, bits, lanes), flags, version
+
+    def __dlpack_device__(self):
+        return CPU, 0
+
+    def __dlpack__(self, *, max_version):
+        address = self._managed()
+        name = b"dltensor" if self.flags is None else b"dltensor_versioned"
+        return _capsule_new(address, name, ctypes.cast(_delete_capsule, ctypes.c_void_p))
+
+    def _managed(self):
+        ndim = len(self.shape)
+        shape = (ctypes.c_int64 * ndim)(*self.shape)
+        strides = None if self.strides is None else (ctypes.c_int64 * ndim)(*self.strides)
+        data = self.memory.ctypes.data if self.memory is not None else None
+        tensor = interop._DLTensor(data, (CPU, 0), ndim, self.dtype, shape, strides, self.offset)
+        managed = interop._DLManagedTensor(tensor, None, None)
+        if self.flags is not None:
+            managed = interop._DLManagedTensorVersioned(*self.version, None, None, self.flags, tensor)
+        _exports[ctypes.addressof(managed)] = (managed, shape, strides, self.memory)
+        return ctypes.addressof(managed)
+
+
+class LegacyExporter(Exporter):
+    def __dlpack__(self):
+        return super().__dlpack__(max_version=None)
+
+
+class OnDevice:
+    def __init__(self, kind, index=0):
+        self.device = (kind, index)
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **kwargs):
+        raise AssertionError("memory of another device must not be exported")
+
+
+class CudaArrayInterface:
+    __cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}  # noqa: RUF012
+
+
+@pytest.fixture
+def memory():
+    return np.arange(0x3F00, 0x3F00 + 24, dtype=np.uint16)
+
+
+# --- NumPy ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.uint8, ml_dtypes.float8_e4m3fn])
+def test_numpy_arrays_are_returned_as_they_are(dtype):
+    x = np.zeros((4, 6), dtype)[::2, ::-1]
+    x.flags.writeable = False
+    assert as_array(x) is x
+
+
+@pytest.mark.parametrize("scalar", [np.float32(1.5), ml_dtypes.bfloat16(1.5)])
+def test_numpy_scalars_become_0d_arrays(scalar):
+    array = as_array(scalar)
+    assert (array.shape, array.dtype, array[()]) == ((), scalar.dtype, scalar)
+
+
+# --- the capsule ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [None, 0], ids=["legacy", "versioned"])
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset", "expected"),
+    [
+        ((4, 6), (6, 1), 0, lambda m: m.reshape(4, 6)),
+        ((4, 6), None, 0, lambda m: m.reshape(4, 6)),
+        ((2, 3), (12, 2), 0, lambda m: m.reshape(2, 12)[:, :6:2]),
+        ((6, 4), (1, 6), 0, lambda m: m.reshape(4, 6).T),
+        ((3, 2), (0, 1), 0, lambda m: np.broadcast_to(m[:2], (3, 2))),
+        ((5,), (-1,), 20, lambda m: m[10:5:-1]),
+        ((2, 3), None, 10, lambda m: m[5:11].reshape(2, 3)),
+        ((2, 3), (6, 2), 14, lambda m: m[7:19].reshape(2, 6)[:, ::2]),
+        ((), (), 6, lambda m: m[3]),
+        ((), None, 0, lambda m: m[0]),
+    ],
+)
+def test_bfloat16_views(memory, flags, shape, strides, offset, expected):
+    array = as_array(Exporter(memory, shape, strides, offset=offset, flags=flags))
+    assert (array.dtype, array.shape) == (BF16, shape)
+    np.testing.assert_array_equal(array.view(np.uint16), expected(memory))
+    assert array.ctypes.data == memory.ctypes.data + offset
+    assert np.shares_memory(array.view(np.uint16), memory)
+
+
+@pytest.mark.parametrize("data", [True, False], ids=["pointer", "null"])
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4)])
+def test_zero_size(memory, data, shape):
+    array = as_array(Exporter(memory if data else None, shape, None))
+    assert (array.dtype, array.shape, _exports) == (BF16, shape, {})
+
+
+@pytest.mark.parametrize(
+    ("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in interop._DTYPES.items()], ids=str
+)
+def test_every_dtype(code, bits, lanes, dtype):
+    memory = np.arange(48, dtype=np.uint8) % 2
+    array = as_array(Exporter(memory, (48 // dtype.itemsize,), None, code, bits, lanes))
+    assert array.dtype == dtype
+    assert array.tobytes() == memory.tobytes()
+    assert array.flags.aligned
+
+
+def test_read_only(memory):
+    def writeable(exporter):
+        return as_array(exporter).flags.writeable
+
+    assert not writeable(Exporter(memory, (24,), None, flags=1))
+    assert not writeable(Exporter(memory, (24,), None))  # DLPack before 1.0 cannot say
+    assert writeable(Exporter(memory, (24,), None, flags=0))
+    assert writeable(Exporter(memory, (24,), None, flags=2))  # IS_COPIED
+
+
+def test_writing_reaches_the_exporter(memory):
+    as_array(Exporter(memory, (24,), None, flags=0))[3] = -2.0
+    assert memory[3] == 0xC000
+
+
+def test_an_exporter_without_max_version(memory):
+    np.testing.assert_array_equal(as_array(LegacyExporter(memory, (24,), None)).view(np.uint16), memory)
+
+
+def test_a_versioned_capsule_of_a_later_minor_version(memory):
+    assert as_array(Exporter(memory, (24,), None, flags=0, version=(1, 7))).shape == (24,)
+
+
+# --- lifetime ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [None, 0], ids=["legacy", "versioned"])
+def test_memory_lives_exactly_as_long_as_the_last_view(flags):
+    memory = np.arange(4096, dtype=np.uint16)
+    freed = weakref.ref(memory)
+    array = as_array(Exporter(memory, (64, 64), None, flags=flags))
+    view = array[3:5, ::2].T.view(np.uint16)
+    del memory, array
+    gc.collect()
+    assert freed() is not None
+    np.testing.assert_array_equal(view, np.arange(4096).reshape(64, 64)[3:5, ::2].T)
+    del view
+    gc.collect()
+    assert freed() is None
+    assert _exports == {}
+
+
+def test_memory_is_freed_without_the_cycle_collector():
+    memory = np.arange(16, dtype=np.uint16)
+    freed = weakref.ref(memory)
+    gc.disable()
+    try:
+        array = as_array(Exporter(memory, (16,), None))
+        del memory, array
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_a_refused_import_frees_the_capsule(memory):
+    with pytest.raises(TypeError):
+        as_array(Exporter(memory, (12,), None, code=FLOAT, bits=4))
+    assert _exports == {}
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, "text", object()], ids=lambda x: type(x).__name__)
+def test_what_is_no_array(x):
+    text = rf"^quantize: x is a builtins\.{type(x).__name__}; .*; pass np\.asarray\(x, np\.float32\)$"
+    with pytest.raises(TypeError, match=text):
+        as_array(x, "quantize: x")
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (OnDevice(CUDA), r"x is on cuda:0; .* move it with cupy\.asnumpy\(x\) or x\.cpu\(\)$"),
+        (OnDevice(CUDA_MANAGED, 3), r"x is on cuda:3; .* cupy\.asnumpy\(x\)"),
+        (CudaArrayInterface(), r"x is on cuda; .* cupy\.asnumpy\(x\)"),
+        (OnDevice(METAL), r"x is on metal:0; .* x\.cpu\(\)"),
+        (OnDevice(ROCM, 1), r"x is on rocm:1; .* x\.cpu\(\)"),
+        (OnDevice(99), r"x is on DLPack device type 99:0; .* x\.cpu\(\)"),
+    ],
+)
+def test_other_devices(x, text):
+    with pytest.raises(NotImplementedError, match="^quantize: " + text):
+        as_array(x, "quantize: x")
+
+
+def test_page_locked_memory_is_host_memory():
+    assert device_name(OnDevice(CUDA_HOST)) == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [(FLOAT, 4, 1), (BFLOAT, 16, 2), (BOOL, 1, 1), (11, 8, 1)])
+def test_dtypes_that_numpy_cannot_hold(memory, dtype):
+    with pytest.raises(TypeError, match=r"^x has the DLPack dtype \(code, bits, lanes\) = \(.*; convert it first$"):
+        as_array(Exporter(memory, (4,), None, *dtype))
+
+
+def test_an_unknown_major_version(memory):
+    with pytest.raises(BufferError, match=r"^x exports DLPack 2\.1; needed is 1\.x or earlier"):
+        as_array(Exporter(memory, (24,), None, flags=0, version=(2, 1)))
+
+
+def test_a_consumed_capsule():
+    x = OnDevice(CPU)
+    x.__dlpack__ = lambda **kwargs: object()
+    with pytest.raises(BufferError, match="needed is an unconsumed DLPack capsule"):
+        as_array(x)
+
+
+# --- several arrays ---------------------------------------------------------------------------------------------------
+
+
+def test_as_arrays_keeps_the_order_and_none(memory):
+    a = np.zeros(3)
+    tensor_amax, x, out = as_arrays("quantize", tensor_amax=np.float32(2), x=Exporter(memory, (24,), None), out=None)
+    assert (tensor_amax.shape, x.dtype, out) == ((), BF16, None)
+    assert as_arrays(x=a)[0] is a
+
+
+def test_mixed_devices():
+    text = r"^quantize: x is on cpu, tensor_amax on cuda:0; all arrays of one call must be on one device"
+    with pytest.raises(ValueError, match=text):
+        as_arrays("quantize", x=np.zeros(3), tensor_amax=OnDevice(CUDA))
+    with pytest.raises(ValueError, match=r"^a is on cuda:0, b on cuda:1;"):
+        as_arrays(a=OnDevice(CUDA), b=OnDevice(CUDA, 1))
+
+
+def test_one_other_device():
+    with pytest.raises(NotImplementedError, match=r"^quantize: x is on cuda:0; "):
+        as_arrays("quantize", x=OnDevice(CUDA), tensor_amax=OnDevice(CUDA), out=None)
+
+
+def test_what_is_no_array_among_several():
+    with pytest.raises(TypeError, match=r"^quantize: tensor_amax is a builtins\.float; "):
+        as_arrays("quantize", x=np.zeros(3), tensor_amax=1.0)
+
+
+def test_neither_torch_nor_cupy_is_imported():
+    code = "import fp4kit.interop, sys; sys.exit(bool({'torch', 'cupy', 'jax'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# --- the real libraries -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"])
+def test_torch_shares_memory(dtype):
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(24, dtype=torch.float32).reshape(4, 6).to(getattr(torch, dtype))
+    for view in (tensor, tensor.T, tensor[1:, ::2], tensor[2, 3], tensor[:, :0], tensor.expand(2, 4, 6)):
+        array = as_array(view)
+        assert (array.dtype.name, array.shape) == (dtype, tuple(view.shape))
+        assert array.size == 0 or array.ctypes.data == view.data_ptr()
+        np.testing.assert_array_equal(array.astype(np.float32), view.to(torch.float32).numpy())
+
+
+def test_torch_packed_e2m1_arrives_as_bytes():
+    torch = pytest.importorskip("torch")
+    packed = torch.arange(24, dtype=torch.uint8).reshape(4, 6)
+    try:
+        array = as_array(packed.view(torch.float4_e2m1fn_x2))
+    except (AttributeError, BufferError):
+        pytest.skip("this torch does not export float4_e2m1fn_x2")
+    assert array.dtype == np.uint8
+    np.testing.assert_array_equal(array, packed.numpy())
+
+
+def test_torch_memory_outlives_the_tensor():
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(4096, dtype=torch.bfloat16)
+    array = as_array(tensor)
+    tensor[5] = -1.0
+    del tensor
+    gc.collect()
+    torch.full((4096,), 7, dtype=torch.bfloat16)  # would take over freed memory
+    assert (array[5], array[17]) == (-1, 17)
+    assert array.flags.writeable
+
+
+def test_torch_with_gradient():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match=r"^quantize: x requires grad.*; pass x\.detach\(\)$"):
+        as_array(torch.ones(3, requires_grad=True), "quantize: x")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
+def test_jax_shares_memory(dtype):
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.arange(24, dtype=dtype).reshape(4, 6)
+    array = as_array(x)
+    assert (array.dtype.name, array.shape, array.flags.writeable) == (dtype, (4, 6), False)
+    assert array.ctypes.data == x.unsafe_buffer_pointer()
+    np.testing.assert_array_equal(array, np.asarray(x))
