@@ -1,4 +1,56 @@
+"""fp4kit: the numerics of 4-bit floating point, bit for bit as each producer has them, on NumPy arrays.
+
+quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists them.
+"""
+
+from fp4kit.ops.amax import amax
+from fp4kit.ops.compare import Comparison, compare
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.grouped import (
+    amax_grouped,
+    fake_quantize_grouped,
+    fake_quantize_grouped_backward,
+    quantize_grouped,
+)
+from fp4kit.ops.identify import Identification, identify
+from fp4kit.ops.pack import pack, unpack
+from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
-from fp4kit.recipes import recipe, recipes
+from fp4kit.ops.requantize import Requantized, requantize
+from fp4kit.ops.swizzle import swizzle, unswizzle
+from fp4kit.ops.transpose import transpose
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe, recipe, recipes
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "Identification",
+    "Quantized",
+    "Recipe",
+    "Requantized",
+    "amax",
+    "amax_grouped",
+    "compare",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "fake_quantize_grouped",
+    "fake_quantize_grouped_backward",
+    "identify",
+    "pack",
+    "partial_amax",
+    "partial_cast",
+    "quantize",
+    "quantize_both",
+    "quantize_grouped",
+    "recipe",
+    "recipes",
+    "requantize",
+    "swizzle",
+    "transpose",
+    "unpack",
+    "unswizzle",
+]

@@ -1,4 +1,4 @@
-"""Which recipe must equal which recorded arrays, and the comparison. `fp4kit recipes --check` prints it; the tests assert it.
+"""Compare recipes with the recorded arrays of golden_rows. `fp4kit recipes --check` prints it; the tests assert it.
 
 Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN, which no
 producer keeps stable (tests/golden/README.md lists and explains these exceptions).
@@ -7,17 +7,19 @@ producer keeps stable (tests/golden/README.md lists and explains these exception
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit.formats import E8M0
 from fp4kit.golden import GoldenSet
+from fp4kit.golden_rows import ROWS, Row
+from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.quantize import quantize
-from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import tensor_scale
@@ -25,35 +27,12 @@ from fp4kit.reference.scaling import tensor_scale
 Mask = np.ndarray
 
 
-@dataclass(frozen=True)
-class Row:
-    """Variants of a file that a recipe must equal.
-
-    inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
-    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), or "" (computed from x).
-    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
-    columnwise codes as (M, K) and their scales as (M/block, K).
-    """
-
-    recipe: str
-    file: str
-    variant: str
-    inputs: str = ""
-    block: tuple[int, int] | None = None
-    given: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    skip: str = ""
-    columnwise_in_place: bool = False
-    fake: bool = False
-
-
 class Difference(NamedTuple):
-    """An array that is not equal: its key and how many of its values differ (or why it could not be compared)."""
+    """An array that is not equal: its key, and how many of its values differ."""
 
     key: str
-    count: int
+    differing: int
     size: int
-    note: str = ""
 
 
 class Result(NamedTuple):
@@ -68,89 +47,6 @@ class Result(NamedTuple):
         return self.compared - len(self.differences)
 
 
-# ---- the table ----------------------------------------------------------------------------------------------------------
-
-
-def _te_rows() -> Iterator[Row]:
-    pairs = (("nvfp4-te-reference", "nvfp4_1d"), ("nvfp4-te-reference-2d", "nvfp4_2d"), ("nvfp4-te", "cpp_nvfp4_1d"),
-             ("nvfp4-te-2d", "kern_primary_weight"), ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"))  # fmt: skip
-    for name, variant in pairs:
-        yield Row(name, "te", variant)
-        yield Row(name, "te", f"{variant}_T", options={"axis": 0})
-    for variant, hadamard in (("nvfp4_1d_rht_T", True), ("nvfp4_1d_rht_nosign_T", "no_signs")):
-        yield Row("nvfp4-te-reference", "te", variant, inputs="__bf16", options={"axis": 0, "hadamard": hadamard})
-    for error in ("mae", "mse"):
-        for scale_max in (448, 256):
-            name, variant = f"nvfp4-te-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
-            yield Row(name, "te", f"nvfp4_1d_{variant}")
-            yield Row(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
-            yield Row(f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}")
-    yield Row("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
-    yield Row("mxfp4-te", "te", "mxfp4_1d_ref")
-    yield Row("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
-    for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
-        for shape, kind in (("1d", ""), ("2d", "-2d")):
-            yield Row(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
-            yield Row(
-                f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}_C", options={"axis": 0}, columnwise_in_place=True
-            )
-
-
-def _flashinfer_rows() -> Iterator[Row]:
-    for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
-        yield Row(name, "flashinfer", f"{variant}_linear", skip="uncertain")
-        yield Row(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
-        yield Row(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
-    yield Row("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
-
-
-def _modelopt_rows() -> Iterator[Row]:
-    yield Row("nvfp4-modelopt", "modelopt", "nvfp4")
-    yield Row("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
-    yield Row("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
-    yield Row("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
-    yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
-    yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
-    fakes = {
-        "fp8-modelopt": "fp8_per_tensor", "fp8-modelopt-channel": "fp8_axis0", "int8-modelopt": "int8_per_tensor",
-        "int8-modelopt-channel": "int8_per_channel_axis0", "int8-modelopt-channel-narrow": "int8_per_channel_axis0_narrow",
-        "int4-modelopt-channel": "int4_axis0", "int4-modelopt": "int4_block32",
-    }  # fmt: skip
-    for name, variant in fakes.items():
-        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
-        yield Row(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
-    for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
-        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
-    yield Row("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
-    yield Row("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
-    yield Row("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
-
-
-def _torchao_rows() -> Iterator[Row]:
-    yield Row("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
-    yield Row("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
-    for mode in ("floor", "rceil", "ceil", "even"):
-        name = "mxfp4-ocp" if mode == "floor" else f"mxfp4-torchao-{mode}"
-        yield Row(name, "ao", f"mxfp4_{mode}", skip="nan_scale")
-        for size in (16, 64):
-            yield Row(name, "ao", f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
-        for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
-            yield Row(f"mxfp8-torchao-{mode}{suffix}", "ao", f"mxfp8_{element}_{mode}", skip="nan_scale")
-        for element in ("e2m3", "e3m2"):
-            yield Row(f"mxfp6-torchao-{mode}-{element}", "ao", f"mxfp6_{element}_{mode}", skip="nan_scale")
-
-
-def _other_rows() -> Iterator[Row]:
-    yield Row("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
-    for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
-        yield Row(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
-    for mode in ("nearest", "nearest_flush", "even", "floor"):
-        yield Row(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
-        yield Row(f"mxfp8-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
-
-
-ROWS: tuple[Row, ...] = (*_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows())
-
 # ---- exceptions: what of an array is not compared, as a mask over elements ------------------------------------------------
 
 
@@ -162,7 +58,7 @@ def _block_amax(case: Case) -> np.ndarray:
 
 def _skip_nan_scale(case: Case) -> Mask:
     """Codes under a NaN scale carry no meaning."""
-    scale = decode(case.q.block_scale, case.recipe.scale)
+    scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
@@ -271,7 +167,7 @@ def check_recipe(name: str, golden: GoldenSet) -> Result:
     return Result(name, compared, tuple(differences))
 
 
-Compared = Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray]]
+Compared = Iterator[tuple[str, Any, Any, Any]]  # key, ours, recorded, mask of what is not compared
 
 
 def _arrays(case: Case) -> Compared:
@@ -283,14 +179,17 @@ def _arrays(case: Case) -> Compared:
     if scales is not None:
         ours = case.q.block_scale.T if case.row.columnwise_in_place else case.q.block_scale
         by_block = skip[:, :: case.recipe.block_size] if case.row.skip in ("nonfinite_block", "overflowing_block") else np.False_
-        yield case.key("scales"), _unsign_nan(ours, case.recipe.scale), _unsign_nan(_crop(scales, ours), case.recipe.scale), by_block
+        yield (
+            case.key("scales"),
+            _unsign_nan(ours, case.recipe.scale),
+            _unsign_nan(_crop(scales, ours), case.recipe.scale),
+            by_block,
+        )
     yield from _tensor_arrays(case)
 
 
 def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes one per element, ours and the recorded ones."""
-    from fp4kit.layouts import unpack
-
     if case.recipe.element.bits == 4:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
@@ -331,9 +230,7 @@ def _fake_arrays(case: Case) -> Compared:
     if gradient is not None:
         upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")
         upstream = upstream.view(ml_dtypes.bfloat16) if upstream.dtype == np.uint16 else upstream
-        ours = fake_quantize_backward(
-            upstream, case.x, case.recipe, amax=arguments.get("tensor_amax"), pass_through=False
-        )
+        ours = fake_quantize_backward(upstream, case.x, case.recipe, amax=arguments.get("tensor_amax"), pass_through=False)
         yield case.key("grad_clip"), ours, gradient, np.False_
 
 
@@ -357,6 +254,3 @@ def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
     if ours.dtype == np.uint8:
         return bits
     return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))
-
-
-__all__ = ["ROWS", "Difference", "Quantized", "Result", "Row", "check_recipe"]

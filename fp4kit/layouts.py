@@ -62,7 +62,8 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
         return scales
     if scales.size != int(np.prod(padded)):
         raise ValueError(
-            f"unswizzle: {tuple(scales.shape)} holds {scales.size} scales; {layout} of {tuple(shape)} needs {padded}, padding included"
+            f"unswizzle: {tuple(scales.shape)} holds {scales.size} scales; "
+            f"{layout} of {tuple(shape)} needs {padded}, padding included"
         )
     *lead, R, C = padded
     if layout == "swizzled_8x4":

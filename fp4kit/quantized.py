@@ -40,7 +40,9 @@ class Quantized:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if not -len(self.shape) <= self.axis < len(self.shape):
-            raise ValueError(f"Quantized: axis {self.axis} of a {len(self.shape)}-d array; needs {-len(self.shape)} to {len(self.shape) - 1}")
+            raise ValueError(
+                f"Quantized: axis {self.axis} of a {len(self.shape)}-d array; needs {-len(self.shape)} to {len(self.shape) - 1}"
+            )
         object.__setattr__(self, "axis", self.axis % len(self.shape))
         check_layout(self.scale_layout)
         self._check("packed", self.packed, packed_shape(self.moved_shape, self.recipe))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, ElementFormat
+from fp4kit import formats
+from fp4kit.formats import E4M3, INT4, INT8, MXFP4, NVFP4, BlockFormat, ElementFormat
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,10 @@ class Recipe:
     element, scale: formats of a value and of a block scale (None: float32 scales only, in tensor_scale).
     block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
     tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
-    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (fake_rule: None is dequantize(quantize(x))).
+    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule: dequantize(quantize(x))).
     apply: whether elements are multiplied with or divided by the factor that the rules give.
     rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
-    amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless a lane of evens or odds is all NaN).
+    amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
     flush: subnormal elements and products are zero (ftz).
     round_scaled: scaled elements are rounded to the input dtype before they are encoded.
     nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
@@ -72,6 +73,11 @@ class Recipe:
         return self.block[1] if self.block else 1
 
     @property
+    def block_rows(self) -> int:
+        """Rows that share a block scale."""
+        return self.block[0] if self.block else 1
+
+    @property
     def is_packed(self) -> bool:
         """Whether two codes share a byte."""
         return self.element.bits == 4
@@ -87,27 +93,38 @@ class Recipe:
         return self.id.split("-")[1]
 
 
-def _nvfp4() -> Iterator[Recipe]:
-    te = Recipe(
-        "nvfp4-te", E2M1, E4M3, (1, 16), "te", "TE common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
-        "TE's kernels; te-reference but for -0 and NaN", "tensor", "te", "te",
+def _of(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+    """A recipe of a block format, with the format's elements, scales and blocks of one row."""
+    scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
+    return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
+
+
+def _nvfp4_te() -> Iterator[Recipe]:
+    te = _of(
+        NVFP4, "nvfp4-te", tensor_rule="te", block_rule="te", decode_rule="te",
+        source="TE common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
+        exact="TE's kernels; nvfp4-te-reference but for -0 and NaN",
     )  # fmt: skip
     yield te
     yield replace(
         te, id="nvfp4-te-2d", block=(16, 16), tensor_rule="te_primary_weight", source="TE common/recipe/nvfp4.cu",
-        exact="TE's primary-weight kernels at every offset and K (theirs fail at odd offsets and K % 64 != 0)",
+        exact="TE's primary-weight kernels (theirs fail at odd offsets and at K % 64 != 0; this does not)",
     )  # fmt: skip
     reference = replace(
         te, id="nvfp4-te-reference", tensor_rule="te_reference", sign="negative", nan_code=0, amax_nan="propagate",
-        source="TE pytorch/custom_recipes/reference_nvfp4.py", exact="TE's Python quantizer; sign of a NaN scale aside",
+        source="TE pytorch/custom_recipes/reference_nvfp4.py", exact="TE's Python quantizer",
     )  # fmt: skip
     yield reference
     yield replace(reference, id="nvfp4-te-reference-2d", block=(16, 16))
     yield replace(reference, id="nvfp4-te-rowscaled", tensor_scaling="row")
-    yield from _nvfp4_te_four_over_six(reference)
-    yield from _nvfp4_flashinfer()
-    yield from _nvfp4_modelopt()
-    yield from _nvfp4_others()
+    base = replace(reference, source="TE common/cast/nvfp4/quantize_4over6_nvfp4.cuh, reference_nvfp4.py")
+    for r in _four_over_six(base, "nvfp4-te"):
+        yield r
+        yield replace(r, id=f"{r.id}-2d", block=(16, 16))
+    yield replace(
+        r, id=f"{r.id}-fasterr", fast_error=True,
+        exact="TE's Python quantizer with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
+    )  # fmt: skip
 
 
 def _four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
@@ -117,21 +134,11 @@ def _four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
             yield replace(base, id=name, block_rule="four_over_six", four_over_six=error, scale_max=scale_max)
 
 
-def _nvfp4_te_four_over_six(reference: Recipe) -> Iterator[Recipe]:
-    base = replace(reference, source="TE common/cast/nvfp4/quantize_4over6_nvfp4.cuh, reference_nvfp4.py")
-    for r in _four_over_six(base, "nvfp4-te"):
-        yield r
-        yield replace(r, id=f"{r.id}-2d", block=(16, 16))
-    yield replace(
-        r, id=f"{r.id}-fasterr", fast_error=True, exact="TE's Python quantizer with NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
-    )  # fmt: skip
-
-
 def _nvfp4_flashinfer() -> Iterator[Recipe]:
-    fast = Recipe(
-        "nvfp4-flashinfer", E2M1, E4M3, (1, 16), "flashinfer", "FlashInfer quantization_utils.cuh cvt_warp_fp16_to_fp4",
-        "FlashInfer's default on sm_90 reciprocals (sm_100's are unmeasured)", "tensor", "flashinfer",
-        amax_nan="lanes", flush=True,
+    fast = _of(
+        NVFP4, "nvfp4-flashinfer", tensor_rule="flashinfer", block_rule="flashinfer", amax_nan="lanes", flush=True,
+        source="FlashInfer quantization_utils.cuh cvt_warp_fp16_to_fp4",
+        exact="FlashInfer's default with sm_90 reciprocals (those of sm_100 are unmeasured)",
     )  # fmt: skip
     yield fast
     precise = replace(
@@ -139,15 +146,15 @@ def _nvfp4_flashinfer() -> Iterator[Recipe]:
         exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; nvfp4-te but for subnormals and NaN",
     )  # fmt: skip
     yield precise
-    base = replace(precise, exact="FlashInfer with FLASHINFER_NVFP4_4OVER6=1 and fast math disabled")
-    yield from _four_over_six(base, "nvfp4-flashinfer")
+    yield from _four_over_six(
+        replace(precise, exact="FlashInfer with FLASHINFER_NVFP4_4OVER6=1 and fast math disabled"), "nvfp4-flashinfer"
+    )
 
 
 def _nvfp4_modelopt() -> Iterator[Recipe]:
-    dynamic = Recipe(
-        "nvfp4-modelopt", E2M1, E4M3, (1, 16), "modelopt", "Model-Optimizer qtensor/nvfp4_tensor.py NVFP4QTensor",
-        "NVFP4QTensor; sign of a NaN scale aside", "tensor", "divided", apply="divide", sign="negative",
-        amax_nan="propagate",
+    dynamic = _of(
+        NVFP4, "nvfp4-modelopt", tensor_rule="divided", block_rule="modelopt", apply="divide", sign="negative",
+        amax_nan="propagate", source="Model-Optimizer qtensor/nvfp4_tensor.py NVFP4QTensor", exact="NVFP4QTensor",
     )  # fmt: skip
     yield dynamic
     static = replace(
@@ -157,147 +164,136 @@ def _nvfp4_modelopt() -> Iterator[Recipe]:
     yield static
     yield replace(static, id="nvfp4-modelopt-static-4over6", scale_max=256)
     fake = replace(
-        dynamic, fake_only=True, fake_rule="nvfp4_modelopt_triton", id="nvfp4-modelopt-fake",
-        source="Model-Optimizer kernels/quantization fp4_fake_quant_block (Triton)", exact="its values on a GPU",
+        dynamic, id="nvfp4-modelopt-fake", fake_only=True, fake_rule="nvfp4_modelopt_triton", exact="its values on a GPU",
+        source="Model-Optimizer kernels/quantization fp4_fake_quant_block (Triton)",
     )  # fmt: skip
     yield fake
     yield replace(
-        fake, id="nvfp4-modelopt-fake-cuda", fake_rule="nvfp4_modelopt_cuda",
-        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert", exact="its values",
+        fake, id="nvfp4-modelopt-fake-cuda", fake_rule="nvfp4_modelopt_cuda", exact="its values",
+        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert",
     )  # fmt: skip
     yield replace(
-        fake, id="nvfp4-modelopt-static-fake", fake_rule="nvfp4_modelopt_static", static=True,
-        source="Model-Optimizer static_blockwise_fp4_fake_quant (Triton)", exact="its values",
+        fake, id="nvfp4-modelopt-static-fake", fake_rule="nvfp4_modelopt_static", static=True, exact="its values",
+        source="Model-Optimizer static_blockwise_fp4_fake_quant (Triton)",
     )  # fmt: skip
 
 
 def _nvfp4_others() -> Iterator[Recipe]:
-    torchao = Recipe(
-        "nvfp4-torchao", E2M1, E4M3, (1, 16), "torchao", "torchao mx_formats/nvfp4_tensor.py nvfp4_quantize",
-        "nvfp4_quantize with a per-tensor scale; codes under a NaN scale aside", "tensor", "divided",
-        nan_code=0xB, amax_nan="propagate",  # 0 * inf is x86's negative NaN, whose bits round to -1.5
+    torchao = _of(
+        NVFP4, "nvfp4-torchao", tensor_rule="divided", block_rule="torchao", amax_nan="propagate",
+        nan_code=0xB,  # of 0 * inf: x86's NaN is negative, and its bits round to -1.5
+        source="torchao mx_formats/nvfp4_tensor.py nvfp4_quantize", exact="nvfp4_quantize with a per-tensor scale, on a CPU",
     )  # fmt: skip
     yield torchao
     yield replace(
         torchao, id="nvfp4-torchao-single", tensor_scaling="none", tensor_rule=None,
         exact="nvfp4_quantize without a per-tensor scale",
     )  # fmt: skip
-    yield Recipe(
-        "nvfp4-compressed-tensors", E2M1, E4M3, (1, 16), "compressed_tensors",
-        "compressed-tensors quantization/utils calculate_qparams, pack_fp4_to_uint8",
-        "its codes and scales; the global scale is kept in decode direction", "tensor", "compressed_tensors",
-        "compressed_tensors", apply="divide", sign="negative", nan_code=0, amax_nan="propagate",
+    yield _of(
+        NVFP4, "nvfp4-compressed-tensors", tensor_rule="compressed_tensors", block_rule="compressed_tensors",
+        decode_rule="compressed_tensors", apply="divide", sign="negative", nan_code=0, amax_nan="propagate",
+        source="compressed-tensors quantization/utils calculate_qparams, pack_fp4_to_uint8",
+        exact="its codes and block scales; its global scale divides, tensor_scale is the reciprocal",
     )  # fmt: skip
 
 
-def _mxfp4() -> Iterator[Recipe]:
-    ocp = Recipe(
-        "mxfp4-ocp", E2M1, E8M0, (1, 32), "e8m0_floor", "OCP MX v1.0, 6.3; torchao mx_formats/mx_tensor.py to_mx FLOOR",
-        "torchao FLOOR; codes under a NaN scale aside", decode_rule="e8m0", amax_nan="propagate",
+def _torchao(fmt: BlockFormat, mode: str, id: str) -> Recipe:
+    return _of(
+        fmt, id, block_rule=f"e8m0_{mode}", amax_nan="propagate",
+        source=f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", exact=f"to_mx {mode.upper()}",
     )  # fmt: skip
-    yield ocp
-    for mode in ("rceil", "ceil", "even"):
-        yield replace(
-            ocp, id=f"mxfp4-torchao-{mode}", block_rule=f"e8m0_{mode}",
-            source=f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", exact=f"torchao {mode.upper()}; codes under a NaN scale aside",
-        )  # fmt: skip
-    yield Recipe(
-        "mxfp4-flashinfer", E2M1, E8M0, (1, 32), "e8m0_flashinfer_fp4", "FlashInfer quantization_utils.cuh, UE8M0_SF",
-        "mxfp4_quantize; the rule of the MXFP4 serving path", decode_rule="e8m0_flashinfer_host", amax_nan="lanes", flush=True,
-    )  # fmt: skip
-    yield Recipe(
-        "mxfp4-te", E2M1, E8M0, (1, 32), "e8m0_te_reference", "TE reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)",
-        "TE's Python quantizer with power-of-two scales", decode_rule="e8m0", sign="negative", nan_code=0, amax_nan="propagate",
-    )  # fmt: skip
-    yield Recipe(
-        "mxfp4-modelopt", E2M1, E8M0, (1, 32), "e8m0_modelopt", "Model-Optimizer qtensor/mxfp4_tensor.py MXFP4QTensor",
-        "MXFP4QTensor: ties toward zero, every zero is code 8; blocks with inf or NaN aside", decode_rule="e8m0",
-        rounding="rnz", sign="not_positive", amax_nan="propagate",
-    )  # fmt: skip
-    yield replace(
-        ocp, id="mxfp4-modelopt-fake", fake_only=True, fake_rule="mx_modelopt", amax_nan="ignore",
-        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements aside",
-    )  # fmt: skip
-    yield Recipe(
-        "mxfp4-compressed-tensors", E2M1, E8M0, (1, 32), "e8m0_compressed_tensors",
-        "compressed-tensors quantization/utils/mxfp4_utils.py", "its codes and scales; blocks of amax >= 1.75 * 2^127, inf or NaN aside",
-        decode_rule="e8m0", round_scaled=True, sign="negative", nan_code=0, amax_nan="propagate",
-    )  # fmt: skip
-    yield from _microxcaling(ocp)
 
 
-def _microxcaling(ocp: Recipe) -> Iterator[Recipe]:
-    for mode in ("nearest", "nearest_flush", "even", "floor"):
-        yield replace(
-            ocp, id=f"{ocp.format_name.lower()}-microxcaling-{mode.replace('_', '-')}", fake_only=True,
-            fake_rule=f"microxcaling_{mode}", source="microxcaling mx/mx_ops.py _quantize_mx",
+def _compressed_tensors(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+    return _of(
+        fmt, id, block_rule="e8m0_compressed_tensors", round_scaled=True, amax_nan="propagate",
+        source="compressed-tensors quantization/utils calculate_qparams",
+        exact="its codes and scales; as OCP where it corrupts blocks (amax overflows, is inf or NaN)", **fields,
+    )  # fmt: skip
+
+
+def _microxcaling(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
+    for mode in modes:
+        yield _of(
+            fmt, f"mx{fmt.name[2:5].lower()}-microxcaling-{mode.replace('_', '-')}", block_rule="e8m0_floor", fake_only=True,
+            fake_rule=f"microxcaling_{mode}", amax_nan="propagate", source="microxcaling mx/mx_ops.py _quantize_mx",
             exact=f"quantize_mx_op with round={mode.split('_')[0]!r}" + " and flush_fp32_subnorms" * ("flush" in mode),
         )  # fmt: skip
 
 
-def _mxfp6() -> Iterator[Recipe]:
-    for element in (E2M3, E3M2):
-        for mode in ("floor", "rceil"):
-            yield Recipe(
-                f"mxfp6-torchao-{mode}-{element.name.lower()}", element, E8M0, (1, 32), f"e8m0_{mode}",
-                f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", "torchao, one code a byte; codes under a NaN scale aside",
-                decode_rule="e8m0", amax_nan="propagate",
-            )  # fmt: skip
-    yield Recipe(
-        "mxfp6-compressed-tensors", E2M3, E8M0, (1, 32), "e8m0_compressed_tensors",
-        "compressed-tensors quantization/utils/mxfp6_utils.py", "its codes (here one a byte) and scales; as mxfp4-compressed-tensors",
-        decode_rule="e8m0", round_scaled=True, amax_nan="propagate",
+def _modelopt_fake(fmt: BlockFormat, id: str) -> Recipe:
+    return _of(
+        fmt, id, block_rule="e8m0_te_reference", fake_only=True, fake_rule="mx_modelopt",
+        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements are undefined there",
     )  # fmt: skip
 
 
+def _mxfp4() -> Iterator[Recipe]:
+    yield replace(
+        _torchao(MXFP4, "floor", "mxfp4-ocp"), source="OCP MX v1.0, 6.3; torchao mx_formats/mx_tensor.py to_mx FLOOR",
+    )  # fmt: skip
+    for mode in ("rceil", "ceil", "even"):
+        yield _torchao(MXFP4, mode, f"mxfp4-torchao-{mode}")
+    yield _of(
+        MXFP4, "mxfp4-flashinfer", block_rule="e8m0_flashinfer_fp4", decode_rule="e8m0_flashinfer_host", amax_nan="lanes",
+        flush=True, source="FlashInfer quantization_utils.cuh, UE8M0_SF",
+        exact="mxfp4_quantize and mxfp4_dequantize_host: the MXFP4 serving path",
+    )  # fmt: skip
+    yield _of(
+        MXFP4, "mxfp4-te", block_rule="e8m0_te_reference", sign="negative", nan_code=0, amax_nan="propagate",
+        source="TE reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)", exact="TE's Python quantizer",
+    )  # fmt: skip
+    yield _of(
+        MXFP4, "mxfp4-modelopt", block_rule="e8m0_modelopt", rounding="rnz", sign="not_positive", amax_nan="propagate",
+        source="Model-Optimizer qtensor/mxfp4_tensor.py MXFP4QTensor",
+        exact="MXFP4QTensor: ties toward zero, every zero is code 8; blocks with inf or NaN are undefined there",
+    )  # fmt: skip
+    yield _modelopt_fake(MXFP4, "mxfp4-modelopt-fake")
+    yield _compressed_tensors(MXFP4, "mxfp4-compressed-tensors", sign="negative", nan_code=0)
+    yield from _microxcaling(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
+
+
+def _mxfp6() -> Iterator[Recipe]:
+    for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
+        for mode in ("floor", "rceil"):
+            yield _torchao(fmt, mode, f"mxfp6-torchao-{mode}-{fmt.element.name.lower()}")
+    yield _compressed_tensors(formats.MXFP6_E2M3, "mxfp6-compressed-tensors")
+
+
 def _mxfp8() -> Iterator[Recipe]:
-    for element in (E4M3, E5M2):
-        suffix = "" if element is E4M3 else "-e5m2"
-        te = Recipe(
-            f"mxfp8-te{suffix}", element, E8M0, (1, 32), "e8m0_te", "TE common/cast/mxfp8/quantize_mxfp8.cuh",
-            "TE's kernels; sign of a NaN element aside", decode_rule="e8m0",
+    for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
+        te = _of(
+            fmt, f"mxfp8-te{suffix}", block_rule="e8m0_te", exact="TE's kernels",
+            source="TE common/cast/mxfp8/quantize_mxfp8.cuh",
         )  # fmt: skip
         yield te
         yield replace(te, id=f"{te.id}-2d", block=(32, 32))
         for mode in ("floor", "rceil", "ceil", "even"):
-            yield Recipe(
-                f"mxfp8-torchao-{mode}{suffix}", element, E8M0, (1, 32), f"e8m0_{mode}",
-                f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", "torchao; codes under a NaN scale aside",
-                decode_rule="e8m0", amax_nan="propagate",
-            )  # fmt: skip
-    yield from _microxcaling(Recipe(
-        "mxfp8-ocp", E4M3, E8M0, (1, 32), "e8m0_floor", "", "", decode_rule="e8m0", amax_nan="propagate",
-    ))  # fmt: skip
-    yield Recipe(
-        "mxfp8-flashinfer", E4M3, E8M0, (1, 32), "e8m0_flashinfer_fp8", "FlashInfer quantization_utils.cuh cvt_warp_fp16_to_mxfp8",
-        "mxfp8_quantize, CUDA backend", decode_rule="e8m0", nan_is_max=True, amax_nan="lanes", flush=True,
+            yield _torchao(fmt, mode, f"mxfp8-torchao-{mode}{suffix}")
+    yield _of(
+        formats.MXFP8_E4M3, "mxfp8-flashinfer", block_rule="e8m0_flashinfer_fp8", nan_is_max=True, amax_nan="lanes", flush=True,
+        source="FlashInfer quantization_utils.cuh cvt_warp_fp16_to_mxfp8", exact="mxfp8_quantize, CUDA backend",
     )  # fmt: skip
-    modelopt = Recipe(
-        "mxfp8-modelopt", E4M3, E8M0, (1, 32), "e8m0_modelopt", "Model-Optimizer qtensor/mxfp8_tensor.py MXFP8QTensor",
-        "MXFP8QTensor", decode_rule="e8m0", amax_nan="propagate",
+    yield _of(
+        formats.MXFP8_E4M3, "mxfp8-modelopt", block_rule="e8m0_modelopt", amax_nan="propagate",
+        source="Model-Optimizer qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor",
     )  # fmt: skip
-    yield modelopt
-    yield replace(
-        modelopt, id="mxfp8-modelopt-fake", fake_only=True, fake_rule="mx_modelopt", amax_nan="ignore",
-        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements aside",
-    )  # fmt: skip
-    yield Recipe(
-        "mxfp8-compressed-tensors", E4M3, E8M0, (1, 32), "e8m0_compressed_tensors",
-        "compressed-tensors quantization/utils calculate_qparams", "its codes and scales; as mxfp4-compressed-tensors",
-        decode_rule="e8m0", round_scaled=True, sign="negative", amax_nan="propagate",
-    )  # fmt: skip
+    yield _modelopt_fake(formats.MXFP8_E4M3, "mxfp8-modelopt-fake")
+    yield _compressed_tensors(formats.MXFP8_E4M3, "mxfp8-compressed-tensors", sign="negative")
+    yield from _microxcaling(formats.MXFP8_E4M3, ("nearest", "even"))
 
 
 def _per_tensor() -> Iterator[Recipe]:
     fp8 = Recipe(
-        "fp8-modelopt", E4M3, None, None, None, "Model-Optimizer tensor_quant.py scaled_e4m3", "its values on a GPU", "tensor",
-        "fp8_modelopt", "product", amax_nan="propagate",
+        id="fp8-modelopt", element=E4M3, scale=None, block=None, block_rule=None, tensor_scaling="tensor",
+        tensor_rule="fp8_modelopt", amax_nan="propagate", source="Model-Optimizer tensor_quant.py scaled_e4m3",
+        exact="its fake quantizer on a GPU",
     )  # fmt: skip
     yield fp8
     yield replace(fp8, id="fp8-modelopt-channel", tensor_scaling="row")
-    int8 = Recipe(
-        "int8-modelopt", INT8, None, None, None, "Model-Optimizer tensor_quant.py _tensor_quant", "its values on a GPU", "tensor",
-        "int_modelopt", "int_modelopt", "int_modelopt", amax_nan="propagate",
+    int8 = replace(
+        fp8, id="int8-modelopt", element=INT8, tensor_rule="int_modelopt", decode_rule="int_modelopt", fake_rule="int_modelopt",
+        source="Model-Optimizer tensor_quant.py _tensor_quant",
     )  # fmt: skip
     yield int8
     channel = replace(int8, id="int8-modelopt-channel", tensor_scaling="row")
@@ -307,13 +303,15 @@ def _per_tensor() -> Iterator[Recipe]:
     yield replace(channel, id="int4-modelopt-channel", element=INT4)
     yield replace(int8, id="int4-modelopt", element=INT4, tensor_scaling="block", block=(1, 32))
     yield Recipe(
-        "int4-qat", INT4, None, (1, 128), None, "INT4 fake quantization of open training stacks: clamp(round(w/s), -7, 7) * s",
-        "the formula, s = max(amax / 7, 1e-5)", "block", "int4_qat", "product", "int4_qat", apply="divide", narrow=True, amax_nan="propagate",
+        id="int4-qat", element=INT4, scale=None, block=(1, 128), block_rule=None, tensor_scaling="block", tensor_rule="int4_qat",
+        fake_rule="int4_qat", apply="divide", narrow=True, amax_nan="propagate",
+        source="INT4 fake quantization of open training stacks", exact="clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5)",
     )  # fmt: skip
 
 
 def _table() -> dict[str, Recipe]:
-    families = (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8(), _per_tensor())
+    nvfp4 = (_nvfp4_te(), _nvfp4_flashinfer(), _nvfp4_modelopt(), _nvfp4_others())
+    families = (*nvfp4, _mxfp4(), _mxfp6(), _mxfp8(), _per_tensor())
     return {recipe.id: recipe for family in families for recipe in family}
 
 
@@ -329,7 +327,7 @@ ALIASES: dict[str, str] = {
 
 
 def recipes() -> tuple[str, ...]:
-    """Ids of all recipes, in the order of the table; ALIASES adds other names for some."""
+    """Ids of all recipes, in the order of the table."""
     return tuple(RECIPES)
 
 

@@ -17,7 +17,7 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 
     amax(x)                       float32 (): the tensor's amax
-    amax(x, axis=1)               float32: reduced over that axis, or those of a tuple, as np.max does: axis=1 of (M, K) is per row
+    amax(x, axis=1)               float32: reduced over that axis, or those of a tuple, as np.max does: per row of (M, K)
     amax(x, recipe)               float32 (..., M / block rows, K / block): per block, blocks along the last axis
     amax(x, recipe, axis=0)       the same with blocks along axis 0, which comes last in the result
 

@@ -97,7 +97,7 @@ def fake_quantize_backward(
 
 def _clip_amax(p: Prepared, amax: Any) -> np.ndarray:
     """amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
-    lead, K = p.moved.shape[:-1], p.moved.shape[-1]
+    lead = p.moved.shape[:-1]
     rows = int(np.prod(lead))
     if amax is None:
         given = compute_tensor_amax(p.moved, p.recipe)
@@ -111,7 +111,8 @@ def _clip_amax(p: Prepared, amax: Any) -> np.ndarray:
     if p.recipe.block and amax.size == rows * blocks:
         return amax.reshape(rows, blocks)
     raise ValueError(
-        f"fake_quantize_backward: amax has shape {amax.shape}; x {p.x.shape} needs (), {lead} (rows) or {(*lead, blocks)} (blocks)"
+        f"fake_quantize_backward: amax has shape {amax.shape}; x {p.x.shape} needs (), {lead} (rows) "
+        f"or {(*lead, blocks)} (blocks)"
     )
 
 

@@ -43,7 +43,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> np.ndarray
     """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading index."""
     if a.ndim == 1:
         return a[None, None]
-    tall = recipe.block is not None and recipe.block[0] > 1
+    tall = recipe.block_rows > 1
     if a.ndim == 2 or (a.flags.c_contiguous and not tall and not per_matrix):
         return a.reshape(1, -1, a.shape[-1])
     if a.ndim == 3:

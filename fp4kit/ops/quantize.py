@@ -108,7 +108,9 @@ def _sign_mask(op: str, hadamard: Hadamard, p: Prepared) -> int | None:
     if hadamard not in (True, "no_signs"):
         raise ValueError(f"{op}: hadamard is {hadamard!r}; needs False, True or 'no_signs'")
     if p.moved.shape[-1] % BLOCK:
-        raise ValueError(f"{op}: axis {p.axis} has length {p.moved.shape[-1]}; the Hadamard transform needs a multiple of {BLOCK}")
+        raise ValueError(
+            f"{op}: axis {p.axis} has length {p.moved.shape[-1]}; the Hadamard transform needs a multiple of {BLOCK}"
+        )
     return TE_SIGN_MASK if hadamard is True else 0
 
 
@@ -148,11 +150,10 @@ def _outputs(op: str, p: Prepared, layout: str, out: Quantized | None) -> tuple[
     if out is None:
         return np.empty(shape, np.uint8), None if p.recipe.scale is None else np.empty(scales, np.uint8)
     check.check_quantized(op, out, "out")
-    for name, got, wanted in (
-        ("recipe", out.recipe.id, p.recipe.id), ("shape", out.shape, p.x.shape), ("axis", out.axis, p.axis), ("scale_layout", out.scale_layout, layout),
-    ):  # fmt: skip
-        if got != wanted:
-            raise ValueError(f"{op}: out has {name} {got}; needs {wanted}")
+    wanted = {"recipe": p.recipe, "shape": p.x.shape, "axis": p.axis, "scale_layout": layout}
+    for name, value in wanted.items():
+        if getattr(out, name) != value:
+            raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
     check.check_out(op, "out.packed", out.packed, shape, np.uint8)
     if p.recipe.scale is None:
         return out.packed, None

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.recipes import Recipe
 
-TILE_ELEMENTS = 1 << 18  # bounds the temporaries of one step to a few MiB, which also keeps them in cache
+TILE_ELEMENTS = 1 << 15  # temporaries of one step stay in the cache, and under a few MiB
 
 
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
@@ -47,5 +47,5 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
     """One row of blocks -> its rows of scales (scales of 16x16 blocks are stored once per row)."""
-    rows = recipe.block[0] if recipe.block else 1
+    rows = recipe.block_rows
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]

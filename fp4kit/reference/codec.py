@@ -119,9 +119,9 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     bits = np.asarray(x, np.float32).view(np.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF
     # A subnormal is mantissa * 2^-149, and code 0 stands for 2^-127 = 0x400000 * 2^-149.
-    up = {
+    up: np.ndarray = {
         "rp": np.where(field == 0, mantissa > 0x400000, mantissa > 0),
-        "rz": np.False_,
+        "rz": np.zeros(np.shape(bits), bool),
         "rn": np.where(field == 0, mantissa >= 0x600000, mantissa >= 0x400000),
     }[rounding]
     codes = np.minimum(field + up, 254)

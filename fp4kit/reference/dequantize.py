@@ -88,7 +88,7 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, amax: np.ndarray | None, dtype: np.dtype, out: np.ndarray
 ) -> None:
-    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. dtype: of the tensor that was quantized."""
+    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. dtype: of what was quantized."""
     tensor = tensor_scale(amax, recipe, dtype).columns(recipe)
     step = 2 if recipe.is_packed else 1
     for rows, columns in tiles(out.shape, recipe.block):

@@ -29,8 +29,8 @@ def nvfp4_modelopt_triton(
 ) -> np.ndarray:
     """y = round(|x| / s) * s, s = E4M3(min(amax / (6 gs), 448)) * gs, gs = tensor_amax * fp32(1/2688).
 
-    gs <= 0 -> 1e-12; s < 1e-5 and NaN -> 1, so that a tensor whose scales are all below 1e-5 becomes zero. The sign is + for x >= 0
-    and - for all else, NaN included (which gives -6 s).
+    gs <= 0 -> 1e-12; s < 1e-5 and NaN -> 1, so that a tensor whose scales are all below 1e-5 becomes zero. The sign is + for
+    x >= 0 and - for all else, NaN included (which gives -6 s).
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -91,12 +91,10 @@ def mx_modelopt(
     return np.where(blocks < 0, -y, y).reshape(x.shape)
 
 
-def int_modelopt(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def int_modelopt(x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
     """y = clip(rint(x * s), min, max) / s, s = max / tensor_amax; -0 and NaN come through.
 
-    Where tensor_amax <= 2^-24 the result is +0, but per block it is a zero of the sign of x (as the CUDA and the PyTorch path do).
+    Where tensor_amax <= 2^-24 the result is +0 (the CUDA path), but per block a zero of the sign of x (the PyTorch path).
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -107,9 +105,7 @@ def int_modelopt(
     return np.where(zero, nothing, y).reshape(x.shape)
 
 
-def int4_qat(
-    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
-) -> np.ndarray:
+def int4_qat(x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
     """y = clip(rint(x / s), -7, 7) * s, s = max(tensor_amax / 7, 1e-5). -0 comes through."""
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale

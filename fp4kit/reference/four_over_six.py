@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
@@ -11,7 +13,9 @@ from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.scaling import ONE, TensorScale
 
-ARITHMETIC = {False: (np.multiply, np.divide), True: (multiply_ftz, divide_ftz)}
+Operation = Callable[..., np.ndarray]
+# multiply and divide, by whether subnormals are flushed
+ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.divide), True: (multiply_ftz, divide_ftz)}
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
@@ -46,12 +50,12 @@ def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: Te
     error = terms[..., 0]
     for i in range(1, terms.shape[-1]):
         error = error + terms[..., i]
-    return error if recipe.block[0] == 1 else _sum_rows(error, recipe)
+    return error if recipe.block_rows == 1 else _sum_rows(error, recipe)
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Errors of the 16 rows of a block, summed as a tree: row i with i + 8, then + 4, + 2, + 1."""
-    rows = recipe.block[0]
+    rows = recipe.block_rows
     m, count = error.shape
     padded = np.zeros((-(-m // rows) * rows, count), np.float32)
     padded[:m] = error

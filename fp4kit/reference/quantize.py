@@ -16,6 +16,7 @@ from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.scaling import BLOCK_RULES, TensorScale, round_to, tensor_scale
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
 
+
 class Options(NamedTuple):
     """What a call adds to a recipe: calibrated block amaxes, random bytes for stochastic rounding, a Hadamard sign mask."""
 
@@ -59,7 +60,7 @@ def quantize_tile(
 
         scale, factor = block_rule(block_amax, tensor scale);   code = encode(x * factor)   or   encode(x / factor)
 
-    tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k) for stochastic rounding.
+    tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k), or None.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -126,5 +127,5 @@ def quantize_matrix(
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:
-    height = recipe.block[0] if recipe.block else 1
+    height = recipe.block_rows
     return slice(rows.start // height, -(-rows.stop // height))

@@ -1,8 +1,9 @@
 """Scale rules: from the amax of a tensor and of a block to the stored scale and the factor that elements meet.
 
-A tensor rule maps tensor_amax to the encode and decode scale of a TensorScale; a block rule maps block_amax to BlockScale(codes, factor).
-The factor multiplies elements, or divides them where the recipe says `apply="divide"`. All arithmetic is float32 with one rn
-rounding per written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
+A tensor rule maps tensor_amax to the encode and decode scale of a TensorScale; a block rule maps block_amax to
+BlockScale(codes, factor). The factor multiplies elements, or divides them where the recipe says `apply="divide"`. All
+arithmetic is float32 with one rn rounding per written operation, unless a rule says that it flushes subnormals (ftz) or
+rounds to the input dtype.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
@@ -48,7 +50,7 @@ class BlockScale(NamedTuple):
 
 
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """x rounded to dtype (rn) and back to float32. One rounding more after a float32 operation changes nothing for 8 to 11 bits."""
+    """x rounded to dtype (rn), as float32. After a float32 operation the second rounding is innocuous for 8 and 11 bits."""
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
 
@@ -94,15 +96,11 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """encode = rnd(rnd(1 / max(amax, tiny)) * 2688), both roundings to the input dtype; inf and NaN -> 1; decode = 1 / encode."""
-    tiny = np.float32(_finfo_tiny(dtype))
+    tiny = np.float32(ml_dtypes.finfo(dtype).tiny)
     reciprocal = round_to(ONE / np.maximum(amax, tiny), dtype)
     encode_scale = round_to(reciprocal * full_range(recipe), dtype)
     encode_scale = np.where(np.isfinite(encode_scale), encode_scale, ONE)
     return encode_scale, ONE / encode_scale
-
-
-def _finfo_tiny(dtype: np.dtype) -> float:
-    return float(np.finfo(dtype).tiny) if dtype.kind == "f" and dtype.itemsize != 2 or dtype == np.float16 else 2.0**-126
 
 
 def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
@@ -166,7 +164,10 @@ def block_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
 
 def block_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> BlockScale:
-    """r = amax / 6 (0 -> 1); scale = E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = 448 or 256; divide by scale * S_dec."""
+    """r = amax / 6 (0 -> 1); scale = E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = scale_max.
+
+    Elements are divided by scale * S_dec.
+    """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
     codes = encode(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max), E4M3)
@@ -260,7 +261,7 @@ def block_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Rec
 
 
 def block_e8m0_flashinfer_fp8(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> BlockScale:
-    """t = amax * rcp(448), ceil to a power of two; factor = rcp of the scale, 0 for code 0. ftz: from code 254 on the factor is 0."""
+    """t = amax * rcp(448), ceil to a power of two; factor = rcp of the scale, 0 for code 0 and, by ftz, from code 254 on."""
     codes = encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
     factor = np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), np.float32(0))
     return BlockScale(codes, factor)

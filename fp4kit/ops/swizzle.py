@@ -1,0 +1,57 @@
+"""swizzle and unswizzle: block scales between linear and tiled layouts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp4kit import layouts
+from fp4kit.interop import as_array
+from fp4kit.quantized import Quantized
+
+
+def swizzle(q_or_scales: Any, layout: str) -> Any:
+    """Block scales in another layout: of a Quantized (any layout to any), or of an array of linear scales (..., R, C).
+
+    layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
+    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself.
+    Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
+    """
+    layouts.check_layout(layout)
+    if isinstance(q_or_scales, Quantized):
+        q = q_or_scales if q_or_scales.scale_layout == "linear" else unswizzle(q_or_scales)
+        _check_has_scales("swizzle", q)
+        return replace(q, block_scale=layouts.swizzle_scales(q.block_scale, layout), scale_layout=layout)
+    return layouts.swizzle_scales(_scales("swizzle", q_or_scales, 2), layout)
+
+
+def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...] | None = None) -> Any:
+    """Linear block scales: of a Quantized, or of an array in `layout` whose linear shape (..., R, C) is `shape`.
+
+    Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.
+    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array.
+    """
+    if isinstance(q_or_scales, Quantized):
+        q = q_or_scales
+        _check_has_scales("unswizzle", q)
+        scales = layouts.unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
+        return replace(q, block_scale=scales, scale_layout="linear")
+    if layout is None or shape is None:
+        raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
+    return layouts.unswizzle_scales(_scales("unswizzle", q_or_scales, 0), layout, tuple(shape))
+
+
+def _check_has_scales(op: str, q: Quantized) -> None:
+    if q.block_scale is None:
+        raise ValueError(f"{op}: {q.recipe.id} has no block scales")
+
+
+def _scales(op: str, scales: Any, ndim: int) -> np.ndarray:
+    array = as_array(scales, f"{op}: scales")
+    if array.dtype != np.uint8:
+        raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")
+    if array.ndim < ndim:
+        raise ValueError(f"{op}: scales are {array.ndim}-d; needs (..., R, C)")
+    return array

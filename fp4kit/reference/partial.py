@@ -1,0 +1,103 @@
+"""Partial quantization: amaxes and codes of a flat slice of a matrix, wherever it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.layouts import pack
+from fp4kit.recipes import Recipe
+from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax
+from fp4kit.reference.quantize import quantize_tile
+from fp4kit.reference.scaling import tensor_scale
+
+
+class Segment(NamedTuple):
+    """Rows and columns of the matrix, and where their elements lie in the shard."""
+
+    rows: slice
+    columns: slice
+    elements: slice
+
+
+def segments(start: int, length: int, K: int) -> Iterator[Segment]:
+    """Cut elements [start, start + length) of a flattened (M, K) matrix into a piece of a row, whole rows, a piece of a row."""
+    done = 0
+    while done < length:
+        row, column = divmod(start + done, K)
+        left = length - done
+        whole = max(min(left // K, TILE_ELEMENTS // K), 1) if column == 0 and left >= K else 0
+        taken = whole * K if whole else min(K - column, left)
+        columns = slice(0, K) if whole else slice(column, column + taken)
+        yield Segment(slice(row, row + max(whole, 1)), columns, slice(done, done + taken))
+        done += taken
+
+
+def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
+    """The segment as float32 (rows, whole blocks), zeros around it, and its first block."""
+    rows, columns, elements = segment
+    first = columns.start // size
+    padded = np.zeros((rows.stop - rows.start, (-(-columns.stop // size) - first) * size), np.float32)
+    offset = columns.start - first * size
+    values = shard[elements].reshape(len(padded), -1)
+    padded[:, offset : offset + values.shape[1]] = values
+    return padded, first
+
+
+def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
+    """amax of the owned part of each block, 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
+    height, width = recipe.block or (1, 1)
+    M, K = shape
+    out = np.zeros((-(-M // height), K // width), np.float32)
+    row_recipe = replace(recipe, block=(1, width))
+    for segment in segments(start, len(shard), K):
+        padded, first = _padded(shard, segment, width)
+        amax = block_amax(padded, row_recipe)
+        tile_rows = np.arange(segment.rows.start, segment.rows.stop) // height
+        starts = np.flatnonzero(np.diff(tile_rows, prepend=-1))
+        target = out[tile_rows[0] : tile_rows[-1] + 1, first : first + amax.shape[1]]
+        combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
+        combine(target, combine.reduceat(amax, starts, axis=0), out=target)
+    return out
+
+
+def partial_cast(
+    shard: np.ndarray,
+    out: np.ndarray,
+    amax: np.ndarray,
+    shape: tuple[int, int],
+    start: int,
+    recipe: Recipe,
+    tensor_amax: np.ndarray | None,
+) -> None:
+    """Write the codes of the owned elements, and only those nibbles, into out (M, K/2). amax: of whole blocks."""
+    height, width = recipe.block or (1, 1)
+    tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)
+    row_recipe = replace(recipe, block=(1, width))
+    for segment in segments(start, len(shard), shape[1]):
+        padded, first = _padded(shard, segment, width)
+        rows = np.arange(segment.rows.start, segment.rows.stop) // height
+        blocks = amax[rows, first : first + padded.shape[1] // width]
+        with np.errstate(all="ignore"):
+            codes, _ = quantize_tile(padded, row_recipe, tensor, shard.dtype, blocks, None)
+        offset = segment.columns.start - first * width
+        owned = codes[:, offset : offset + segment.columns.stop - segment.columns.start]
+        write_codes(out, owned, segment.rows, segment.columns.start, recipe.is_packed)
+
+
+def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, is_packed: bool) -> None:
+    """Put codes (m, n) at (rows, column) of packed out, touching no other nibble."""
+    if not is_packed:
+        out[rows, column : column + codes.shape[1]] = codes
+        return
+    if column % 2:  # the first element is the high nibble of a byte whose low nibble is not ours
+        out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
+        codes, column = codes[:, 1:], column + 1
+    whole = codes.shape[1] // 2
+    out[rows, column // 2 : column // 2 + whole] = pack(codes[:, : 2 * whole])
+    if codes.shape[1] % 2:
+        byte = column // 2 + whole
+        out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]

@@ -1,0 +1,84 @@
+"""Tables of recipes and formats, as rows of text: the README, the command line and the tests read them here."""
+
+from __future__ import annotations
+
+from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
+from fp4kit.recipes import ALIASES, RECIPES, Recipe
+
+RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
+FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
+BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
+
+
+def block_text(r: Recipe) -> str:
+    """The shape of a block as rows x columns, or what shares a float32 scale."""
+    if r.block is None:
+        return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
+    return f"{r.block[0]}x{r.block[1]}"
+
+
+def rule_text(r: Recipe) -> str:
+    """The rule that makes the scale: of blocks, of the tensor, or of the fake quantizer."""
+    rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
+    return (rule or "").replace("_", " ")
+
+
+def recipe_rows() -> list[tuple[str, ...]]:
+    """One row per recipe: id (with its aliases), block, rule, what it equals, source."""
+    names = {r: [alias for alias, target in ALIASES.items() if target == r] for r in RECIPES}
+    return [
+        (
+            " = ".join([r.id, *names[r.id]]),
+            block_text(r),
+            rule_text(r),
+            r.exact + (" (values only)" if r.fake_only else ""),
+            r.source,
+        )
+        for r in RECIPES.values()
+    ]
+
+
+def format_rows() -> list[tuple[str, ...]]:
+    """One row per element or scale format."""
+    return [
+        (
+            f.name,
+            str(f.bits),
+            f"{f.max:g}",
+            f"{f.min_normal:g}" if not f.is_integer else "-",
+            f"{f.min_subnormal:g}",
+            _nan(f),
+            _values(f),
+        )
+        for f in ELEMENT_FORMATS
+    ]
+
+
+def _nan(f: ElementFormat) -> str:
+    return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
+
+
+def _values(f: ElementFormat) -> str:
+    listed = f.magnitudes
+    return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
+
+
+def block_rows() -> list[tuple[str, ...]]:
+    """One row per block format."""
+    return [
+        (
+            b.name,
+            b.element.name,
+            b.scale.name,
+            str(b.block_size),
+            "float32" if b.has_tensor_scale else "-",
+            f"{b.bits_per_value:g}",
+        )
+        for b in BLOCK_FORMATS
+    ]
+
+
+def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A GitHub table."""
+    lines = [columns, tuple("---" for _ in columns), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
