@@ -1,0 +1,123 @@
+"""What is in a checkpoint: tensors, quantized layers, totals, declared quantization. Reads headers and JSON only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint import schema
+from fp4kit.checkpoint.errors import CheckpointError
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, open_model_files
+from fp4kit.checkpoint.json_object import load_object
+from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, read_header
+
+_PARTS = (schema.WEIGHT, schema.SCALE, schema.TENSOR_SCALE, schema.INPUT_SCALE)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A quantized linear layer: its format and its shape [N, K]."""
+
+    name: str
+    format: schema.OutputFormat
+    shape: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a checkpoint and the configs beside them (None: there are none)."""
+
+    path: Path
+    files: tuple[SafetensorsFile, ...]
+    config: Mapping[str, Any] | None
+    hf_quant_config: Mapping[str, Any] | None
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
+        """Every tensor with its file, sorted by name."""
+        pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
+        return dict(sorted(pairs))
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        """The quantized layers whose names, dtypes and shapes are those of a known format."""
+        return recognise_layers(entry for _, entry in self.tensors.values())
+
+    @cached_property
+    def unrecognised(self) -> tuple[str, ...]:
+        """Modules that have a ``weight_scale`` but fit no known format."""
+        suffix = f".{schema.SCALE}"
+        modules = (name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
+        return tuple(module for module in modules if module not in self.layers)
+
+    @property
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """dtype -> (tensors, bytes), sorted by falling bytes."""
+        sums: dict[str, tuple[int, int]] = {}
+        for _, entry in self.tensors.values():
+            count, nbytes = sums.get(entry.dtype, (0, 0))
+            sums[entry.dtype] = (count + 1, nbytes + entry.nbytes)
+        return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the checkpoint at ``path``, a directory or a .safetensors file; CheckpointError if it is malformed."""
+    place = Path(path)
+    if place.is_dir():
+        files = open_model_files(place)[0]
+        return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
+    if not place.exists():
+        raise CheckpointError(f"{place}: does not exist; a model directory or a .safetensors file is needed")
+    return Checkpoint(place, (read_header(place),), None, None)
+
+
+def _optional(root: Path, name: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file that may be absent."""
+    path = root / name
+    return load_object(path, name) if path.is_file() else None
+
+
+def recognise_layers(entries: Iterable[TensorEntry]) -> dict[str, Layer]:
+    """Return the quantized layers among ``entries``."""
+    modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for entry in entries:
+        module, _, part = entry.name.rpartition(".")
+        if part in _PARTS:
+            modules[module][part] = (entry.dtype, entry.shape)
+    found = ((module, schema.recognise(parts)) for module, parts in modules.items())
+    return {module: Layer(module, *known) for module, known in found if known}
+
+
+def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Return (name, value) lines on what the configs declare, and a line where they disagree; empty without any."""
+    declared = (checkpoint.config or {}).get("quantization_config")
+    lines: list[tuple[str, str]] = []
+    if isinstance(declared, dict):
+        for key in ("quant_method", "quant_algo", "kv_cache_scheme", "producer", "fp4kit"):
+            if key in declared:
+                lines.append((key, _compact(declared[key])))
+        lines.append(("ignore", f"{_length(declared.get('ignore'))} patterns"))
+    other = (checkpoint.hf_quant_config or {}).get("quantization")
+    if isinstance(other, dict):
+        lines.append((HF_QUANT_CONFIG, f"{other.get('quant_algo')}, {_length(other.get('exclude_modules'))} patterns"))
+        if isinstance(declared, dict) and other.get("quant_algo") != declared.get("quant_algo"):
+            lines.append(
+                (
+                    "disagree",
+                    f"config.json says {declared.get('quant_algo')}, {HF_QUANT_CONFIG} {other.get('quant_algo')}",
+                )
+            )
+    return lines
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, list) else 0
+
+
+def _compact(value: object) -> str:
+    """Return a config value on one line."""
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

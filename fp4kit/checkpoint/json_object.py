@@ -1,0 +1,50 @@
+"""JSON objects read strictly: bounded size, UTF-8, an object at the top, no key twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint.errors import CheckpointError, shown
+
+MAX_BYTES = 256 << 20  # the largest published index is below 20 MB
+
+
+class _DuplicateKey(ValueError):
+    """A key that stands twice in one object."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; json alone would keep the last of two equal keys in silence."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _DuplicateKey(next(key for key in keys if keys.count(key) > 1))
+    return result
+
+
+def parse_object(text: bytes, label: str) -> dict[str, Any]:
+    """Return the JSON object in ``text``; ``label`` names its file in errors."""
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+    except _DuplicateKey as error:
+        raise CheckpointError(f"{label}: the key {shown(str(error))!r} stands twice; keep one of them") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{label}: not valid JSON ({shown(str(error))}); download or copy it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{label}: holds a JSON {type(value).__name__}; an object is needed")
+    return value
+
+
+def load_object(path: Path, label: str) -> dict[str, Any]:
+    """Return the JSON object in the file ``path``; ``label`` names it in errors."""
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} are read from a JSON file")
+    return parse_object(path.read_bytes(), label)
+
+
+def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
+    """Return ``value`` as JSON bytes, keys in their order, with a newline at the end."""
+    return (json.dumps(value, indent=indent) + "\n").encode("ascii")

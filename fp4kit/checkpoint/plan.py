@@ -1,0 +1,201 @@
+"""What a conversion will do, from headers alone: an action and its reason per tensor, the files, the exclusion list.
+
+A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between a plan can be printed (``--dry-run``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from fp4kit import __version__
+from fp4kit.checkpoint import auxiliary, schema, sharing
+from fp4kit.checkpoint.errors import CheckpointError, listed, shown
+from fp4kit.checkpoint.files import HF_QUANT_CONFIG, INDEX, Source, open_source
+from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
+from fp4kit.checkpoint.selection import Selection
+from fp4kit.recipes import RECIPES, Recipe, recipe
+
+_QUANTIZED_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
+    ".qweight",
+)  # fmt: skip
+_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What happens to one tensor of the source, and why. ``group``: the tensors that share its tensor amax, if any."""
+
+    entry: TensorEntry
+    action: Literal["quantize", "copy"]
+    reason: str
+    outputs: tuple[schema.OutputTensor, ...]
+    group: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file to write: the outputs of the tensors of one source file, under its name."""
+
+    source: SafetensorsFile
+    tensors: tuple[TensorPlan, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @cached_property
+    def outputs(self) -> tuple[schema.OutputTensor, ...]:
+        return tuple(output for tensor in self.tensors for output in tensor.outputs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole conversion. ``ignore``: the exclusion list for loaders; ``warnings``: sentences for the user."""
+
+    source: Source
+    recipe: Recipe
+    format: schema.OutputFormat
+    input_scale: float | None
+    shards: tuple[ShardPlan, ...]
+    ignore: tuple[str, ...]
+    warnings: tuple[str, ...]
+    auxiliary: auxiliary.AuxiliaryFiles
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def converted(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor.action == "quantize")
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(tensor.entry.nbytes for tensor in self.tensors)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of all output tensors."""
+        return sum(output.nbytes for shard in self.shards for output in shard.outputs)
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Bytes that execution reads from tensors: members of a sharing group are read twice."""
+        return self.bytes_in + sum(tensor.entry.nbytes for tensor in self.tensors if tensor.group)
+
+
+def refuse_quantized(source: Source) -> None:
+    """Raise CheckpointError if the source is quantized already, by its configs or by its tensors."""
+    text = source.config.get("text_config")
+    sections = [source.config, text] if isinstance(text, dict) else [source.config]
+    for key in ("quantization_config", "compression_config"):
+        if any(section.get(key) for section in sections):
+            raise CheckpointError(f"config.json: has {key}: the source is quantized already; start from its unquantized release")
+    if (source.root / HF_QUANT_CONFIG).exists():
+        raise CheckpointError(f"{HF_QUANT_CONFIG}: the source is quantized already; start from its unquantized release")
+    found = [name for name, (_, entry) in source.tensors.items() if _looks_quantized(entry)]
+    if found:
+        raise CheckpointError(
+            f"{listed(found)}: packed weights or their scales; the source is quantized already; "
+            "start from its unquantized release"
+        )
+
+
+def _looks_quantized(entry: TensorEntry) -> bool:
+    """Return whether a tensor is a scale or the codes of a quantized layer."""
+    if entry.dtype == "F8_E8M0" or entry.name.endswith(_QUANTIZED_NAMES):
+        return True
+    if entry.dtype == "U8" and entry.name.endswith(("_blocks", "_scales")):
+        return True
+    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
+
+
+def _tensor_plan(entry: TensorEntry, selection: Selection, fmt: schema.OutputFormat, groups: Mapping[str, str]) -> TensorPlan:
+    """Return what happens to one tensor."""
+    module = selection.modules.get(entry.name)
+    if module is None:
+        output = schema.OutputTensor(entry.name, entry.dtype, entry.shape)
+        return TensorPlan(entry, "copy", selection.reasons[entry.name], (output,))
+    group = groups.get(module)
+    reason = f"shares its tensor amax: {group}" if group else "linear layer"
+    return TensorPlan(entry, "quantize", reason, schema.module_tensors(module, fmt, entry.shape), group)
+
+
+def _metadata(file: SafetensorsFile, used: Recipe) -> dict[str, str]:
+    """Return the ``__metadata__`` of an output file; loaders of transformers insist on ``format``."""
+    return {"format": "pt", **file.metadata, "fp4kit.recipe": used.id, "fp4kit.version": __version__}
+
+
+def _check_outputs(shards: Iterable[ShardPlan]) -> None:
+    """Raise if two tensors would be written under one name."""
+    seen: set[str] = set()
+    for output in (output for shard in shards for output in shard.outputs):
+        if output.name in seen:
+            raise CheckpointError(f"{shown(output.name)}: would be written twice; rename it in the source")
+        seen.add(output.name)
+
+
+def _warnings(selection: Selection, ignore: Sequence[str]) -> tuple[str, ...]:
+    """Return what a loader may trip over."""
+    converted = set(selection.modules.values())
+    found = [shown(line) for line in sharing.partly_converted(selection.listed.values(), converted)]
+    found += [
+        f"{shown(pattern)} of the exclusion list also matches {shown(layer)}, which is converted; some loaders go by substring"
+        for pattern, layer in sharing.wrongly_ignored(ignore, converted)
+    ]
+    return tuple(found)
+
+
+def _recorded(used: Recipe) -> Recipe:
+    """Return ``used`` unless its id stands for other rules: the checkpoint names its recipe by id."""
+    if RECIPES.get(used.id, used) != used:
+        raise CheckpointError(f"recipe {used.id}: changed from the one of that id; give it an id of its own")
+    return used
+
+
+def make_plan(
+    source: str | Path,
+    recipe_id: str | Recipe = "nvfp4-te",
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    input_scale: float | None = None,
+) -> Plan:
+    """Return the plan to convert the model directory ``source``; reads headers and JSON only.
+
+    include, exclude: globs (fnmatch, case-sensitive) on module names such as ``model.layers.*.mlp.*``. With
+        ``include`` only what it names is converted; rules that keep embeddings, heads, routers, towers and the like
+        still hold.
+    input_scale: a positive float32 written for every layer as ``input_scale``, which makes the checkpoint NVFP4
+        (4-bit activations) instead of W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is
+        calibrated.
+    Raises CheckpointError for a source that cannot be converted, an unmatched pattern, or when nothing is left to
+    convert.
+    """
+    used = _recorded(recipe(recipe_id))
+    fmt = schema.output_format(used, input_scale)
+    model = open_source(Path(source))
+    refuse_quantized(model)
+    selection = Selection(model, used, include, exclude)
+    selection.check_not_empty()
+    groups = sharing.shared_amax_groups(selection.modules.values()) if fmt.has_tensor_scale else {}
+    shards = tuple(
+        ShardPlan(file, tuple(_tensor_plan(e, selection, fmt, groups) for e in file.entries), _metadata(file, used))
+        for file in model.files
+    )
+    _check_outputs(shards)
+    ignore = sharing.ignore_list(selection.listed.values(), selection.subtrees, set(selection.modules.values()))
+    names = {file.name for file in model.files} | {INDEX}
+    beside = auxiliary.scan(model.root, names)
+    return Plan(model, used, fmt, input_scale, shards, ignore, _warnings(selection, ignore), beside)

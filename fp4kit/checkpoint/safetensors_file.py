@@ -1,0 +1,171 @@
+"""One safetensors file: its header, checked by the format's own library, and reads of its tensors by byte range.
+
+The library hands out tensors only as arrays of dtypes that its NumPy knows; reads here are plain byte ranges, so that
+every dtype can be copied and no file is mapped into memory (a file that shrinks under a mapping kills the process).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from fp4kit.checkpoint.errors import CheckpointError, shown
+from fp4kit.checkpoint.json_object import parse_object
+
+# Bits of one element, in the order of the format's own table, by which its writer sorts.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F32": np.dtype(np.float32),
+}
+
+# What the library says and what it means.
+_PLAIN_WORDS = {
+    "header too small": "it ends before its 8-byte header length: empty or truncated",
+    "header too large": "its header length is beyond the limit of 100 MB: not a safetensors file",
+    "invalid header length": "its header is longer than the file: truncated",
+    "UTF-8": "its header is not text: not a safetensors file",
+    "unknown variant": "it has a tensor of a dtype that the safetensors library does not know",
+    "invalid JSON": "its header is not the JSON that the format asks for",
+    "invalid offset": "its tensors overlap, are out of order or leave a hole",
+    "not fully covered": "its tensors do not fill it exactly: truncated or appended to",
+    "overflow": "it has a tensor whose shape is too large for any file",
+    "invalid shape": "it has a tensor whose shape and byte range disagree",
+}
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a tensor; formats below 8 bits are packed without padding inside the tensor."""
+    return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a header: where its bytes are in the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file whose header has been checked; ``entries`` in the order of their bytes."""
+
+    path: Path
+    name: str  # in its directory; ``path`` may be where a link leads
+    size: int
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        """How errors name the file."""
+        return shown(self.name)
+
+
+def _plain_words(message: str) -> str:
+    """Return what the library's ``message`` means for the owner of the file."""
+    found = (words for said, words in _PLAIN_WORDS.items() if said in message)
+    return next(found, "the safetensors library refuses it")
+
+
+def _check_with_library(path: Path, label: str) -> None:
+    """Raise CheckpointError if the safetensors library does not accept the header."""
+    try:
+        with safe_open(path, framework="numpy"):
+            pass
+    except SafetensorError as error:
+        said = shown(str(error)).removeprefix("Error while deserializing header: ")
+        raise CheckpointError(
+            f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again"
+        ) from None
+
+
+def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
+    """Return the entry of one header item that the library has accepted."""
+    begin, end = info["data_offsets"]
+    return TensorEntry(name, info["dtype"], tuple(info["shape"]), data_start + begin, end - begin)
+
+
+def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
+    """Return the checked header of the safetensors file at ``path``.
+
+    Raises CheckpointError when the file is not regular, when the library refuses it, or when a tensor name stands
+    twice.
+    """
+    name = name or path.name
+    label = shown(name)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
+    _check_with_library(path, label)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_object(file.read(length), label)
+        size = os.fstat(file.fileno()).st_size
+    metadata = header.pop("__metadata__", None) or {}
+    entries = (_entry(tensor, info, 8 + length) for tensor, info in header.items())
+    ordered = tuple(sorted(entries, key=lambda entry: (entry.start, entry.nbytes, entry.name)))
+    return SafetensorsFile(path, name, size, ordered, metadata)
+
+
+class TensorReader:
+    """An open safetensors file; reads byte ranges of its tensors. Use it in a ``with`` statement."""
+
+    def __init__(self, file: SafetensorsFile) -> None:
+        self._file = file
+        self._stream = file.path.open("rb", buffering=0)
+        if os.fstat(self._stream.fileno()).st_size != file.size:
+            self._stream.close()
+            raise CheckpointError(
+                f"{file.label}: its size changed since its header was read; run again when nothing writes to it"
+            )
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stream.close()
+
+    def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return ``count`` bytes of a tensor from byte ``start`` of it, by default all that follow."""
+        count = entry.nbytes - start if count is None else count
+        data = np.empty(count, np.uint8)
+        self._stream.seek(entry.start + start)
+        done = 0
+        while done < count:
+            got = self._stream.readinto(data.data[done:])
+            if not got:
+                raise CheckpointError(f"{self._file.label}: ended inside {shown(entry.name)}; it was truncated while it was read")
+            done += got
+        return data
+
+    def read(self, entry: TensorEntry) -> np.ndarray:
+        """Return a tensor as an array of its shape; E4M3 comes as uint8 bit patterns."""
+        return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def chunks(self, entry: TensorEntry, size: int = 16 << 20) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the bytes of a tensor in pieces of at most ``size``."""
+        for start in range(0, entry.nbytes, size):
+            yield self.read_bytes(entry, start, min(size, entry.nbytes - start))

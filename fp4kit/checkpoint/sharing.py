@@ -1,0 +1,116 @@
+"""Linear layers that loaders fuse into one: they share a tensor amax, and stand or fall together in exclusion lists.
+
+A fused layer has one tensor scale: vLLM takes the largest of its parts without rescaling them, or the gate's for both
+halves of a gated MLP, so parts that were scaled apart lose accuracy without a word.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+_EXPERTS = re.compile(r"(.*\.experts)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Leaf names of layers that read the same input, and the name of the fused layer (None: it has none of its own)."""
+
+    members: tuple[str, ...]
+    alias: str | None
+
+
+FUSIONS = (
+    Fusion(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    Fusion(("query", "key", "value"), "qkv_proj"),
+    Fusion(("gate_proj", "up_proj"), "gate_up_proj"),
+    Fusion(("w1", "w3"), None),
+    Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+    Fusion(("wq_a", "wkv_a_with_mqa"), "wqkv_a"),
+)
+_FUSION_OF = {member: fusion for fusion in FUSIONS for member in fusion.members}
+
+
+def split_module(module: str) -> tuple[str, str]:
+    """Return the parent module and the leaf name."""
+    parent, _, leaf = module.rpartition(".")
+    return parent, leaf
+
+
+def join_module(parent: str, leaf: str) -> str:
+    """Undo split_module."""
+    return f"{parent}.{leaf}" if parent else leaf
+
+
+def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
+    """Return, for every parent and fusion that occurs, those of ``modules`` that belong to it."""
+    groups: dict[tuple[str, Fusion], list[str]] = defaultdict(list)
+    for module in modules:
+        parent, leaf = split_module(module)
+        if leaf in _FUSION_OF:
+            groups[parent, _FUSION_OF[leaf]].append(module)
+    return dict(groups)
+
+
+def group_name(parent: str, fusion: Fusion) -> str:
+    """Return a readable name of a group: ``model.layers.0.mlp.(gate_proj|up_proj)``."""
+    return join_module(parent, f"({'|'.join(fusion.members)})")
+
+
+def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
+    """Return module -> group name for modules that share a tensor amax with at least one other."""
+    return {module: group_name(*key) for key, members in fused_groups(modules).items() if len(members) > 1 for module in members}
+
+
+def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
+    """Yield the fused names of ``modules``, none of whose members is converted."""
+    for (parent, fusion), members in fused_groups([*modules, *converted]).items():
+        if fusion.alias and not any(member in converted for member in members):
+            yield join_module(parent, fusion.alias)
+
+
+def _containers(modules: Iterable[str], converted: Iterable[str]) -> set[str]:
+    """Return the expert containers of ``modules`` in which no expert is converted."""
+    taken = {match[1] for match in map(_EXPERTS.match, converted) if match}
+    return {match[1] for match in map(_EXPERTS.match, modules) if match} - taken
+
+
+def ignore_list(copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]) -> tuple[str, ...]:
+    """Return the exclusion list for loaders, sorted.
+
+    copied: linear layers that stay as they are; subtrees: prefixes below which nothing is converted (``model.visual``);
+    converted: the quantized layers. Names are exact, with fused aliases and expert containers added, and one
+        ``prefix.*`` for each subtree; ``lm_head`` is always there, because loaders quantize it even where it is tied
+        and has no tensor.
+    """
+    copied = list(copied)
+    names = {"lm_head", *copied, *_aliases(copied, converted), *_containers(copied, converted)}
+    return tuple(sorted(names | {f"{prefix}.*" for prefix in subtrees}))
+
+
+def wrongly_ignored(ignore: Iterable[str], converted: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (pattern, layer) where a loader would take a converted layer for an excluded one.
+
+    vLLM tests equality, then whether the pattern is a substring, then fnmatch; SGLang only equality and ``*`` patterns.
+    """
+    fused = (join_module(parent, fusion.alias) for parent, fusion in fused_groups(converted) if fusion.alias)
+    names = [*converted, *fused]
+    text = "\n".join(names)
+    for pattern in ignore:
+        if "*" in pattern:
+            hit = next((name for name in names if fnmatchcase(name, pattern)), None)
+        else:
+            hit = next((name for name in names if pattern in name), None) if pattern in text else None
+        if hit is not None:
+            yield pattern, hit
+
+
+def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for every fused layer of which some parts are converted and others not."""
+    for key, members in fused_groups([*copied, *converted]).items():
+        kept = [split_module(member)[1] for member in members if member not in converted]
+        if kept and len(kept) < len(members):
+            yield f"{group_name(*key)}: {', '.join(kept)} stays unquantized; loaders that fuse these need all or none"

@@ -1,0 +1,81 @@
+"""A directory that appears whole or not at all: it is filled under a temporary name beside its place, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fp4kit.checkpoint.errors import CheckpointError, shown
+
+
+def check_destination(source: Path, destination: Path) -> None:
+    """Raise CheckpointError unless ``destination`` is new, in an existing directory, and apart from ``source``."""
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
+    if not destination.parent.is_dir():
+        raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
+    real_source = source.resolve()
+    real = destination.parent.resolve() / destination.name
+    if real.is_relative_to(real_source):
+        raise CheckpointError(f"{destination}: lies inside the source {source}; name a directory outside it")
+    if real_source.is_relative_to(real):
+        raise CheckpointError(f"{destination}: holds the source {source}; name a directory outside it")
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Raise CheckpointError if the file system of ``destination`` has fewer than ``needed`` bytes free."""
+    free = shutil.disk_usage(destination.parent).free
+    if free < needed:
+        raise CheckpointError(f"{destination}: needs {needed} bytes, {free} are free; free space or name another disk")
+
+
+def _sync_directory(path: Path) -> None:
+    """Push the entries of a directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and push it to the disk; a file or link that exists is an error."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_file(source: Path, destination: Path) -> None:
+    """Copy the bytes of a regular file into a new file, creating its directories."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with source.open("rb") as reader, destination.open("xb") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 20)
+        writer.flush()
+        os.fsync(writer.fileno())
+
+
+@contextmanager
+def staged_directory(destination: Path) -> Iterator[Path]:
+    """Yield a new directory ``.<name>.partial-<pid>``; rename it to ``destination`` at the end, or remove it."""
+    partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+    except FileExistsError:
+        raise CheckpointError(f"{partial}: exists, left by a killed run; remove it") from None
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror})") from None
+    try:
+        yield partial
+        for folder, _, _ in os.walk(partial):
+            _sync_directory(Path(folder))
+        if os.path.lexists(destination):
+            raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
+        os.rename(partial, destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync_directory(destination.parent)

@@ -1,0 +1,106 @@
+"""A safetensors file written tensor by tensor: the library's own writer wants every tensor in memory at once.
+
+The layout is the library's: an 8-byte little-endian header length, the header as compact JSON padded with spaces to a
+multiple of 8, then the tensors sorted by falling element size and then by name, without gaps. Every offset follows
+from names, dtypes and shapes, so tensors may come in any order, and equal input gives equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.errors import CheckpointError, shown
+from fp4kit.checkpoint.safetensors_file import DTYPE_BITS, nbytes_of
+
+
+class TensorSpec(Protocol):
+    """What the header needs to know of a tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+
+
+def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return ``specs`` in the order of their bytes in the file: wide elements first, so that each tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the length field and the padded header for tensors that lie in the order of ``specs``."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for spec in specs:
+        end = begin + nbytes_of(spec.dtype, spec.shape)
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class SafetensorsWriter:
+    """A new safetensors file with the tensors of ``specs``; ``write`` fills them, ``finish`` checks that all came.
+
+    The file is created exclusively: a file or link that exists at ``path`` is an error.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
+        ordered = file_order(specs)
+        header = header_bytes(ordered, metadata)
+        self._label = shown(path.name)
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        position = len(header)
+        for spec in ordered:
+            self._next[spec.name] = position
+            position += nbytes_of(spec.dtype, spec.shape)
+            self._end[spec.name] = position
+        self.size = position
+        self._stream = path.open("xb", buffering=0)
+        self._put(0, memoryview(header))
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stream.close()
+
+    def _put(self, position: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``position``."""
+        self._stream.seek(position)
+        while data:
+            data = data[self._stream.write(data) :]
+
+    def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
+        """Append the bytes of ``data`` to the tensor ``name``; pieces of one tensor come in order."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        position = self._next[name]
+        if position + raw.size > self._end[name]:
+            raise CheckpointError(
+                f"{self._label}: {shown(name)} has {raw.size} bytes where {self._end[name] - position} are planned"
+            )
+        self._put(position, raw.data)
+        self._next[name] = position + raw.size
+
+    def finish(self) -> None:
+        """Check that every tensor has all its bytes, and push the file to the disk."""
+        short = [name for name, position in self._next.items() if position != self._end[name]]
+        if short:
+            missing = self._end[short[0]] - self._next[short[0]]
+            raise CheckpointError(f"{self._label}: {shown(short[0])} misses {missing} of its planned bytes")
+        os.fsync(self._stream.fileno())

@@ -1,0 +1,206 @@
+"""Small deterministic checkpoints in the shape of published models; each function writes one, returns its tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fp4kit.checkpoint import CheckpointError
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPE_NAMES = {BF16: "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("i8"): "I64", np.dtype("u1"): "U8"}
+HIDDEN, VOCABULARY, EXPERTS = 64, 128, 4
+Tensors = dict[str, np.ndarray]
+
+
+def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
+    """Expect a CheckpointError whose message holds ``text``."""
+    return pytest.raises(CheckpointError, match=re.escape(text))
+
+
+def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
+    """A normal tensor seeded by its name."""
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    return (generator.standard_normal(shape) * std).astype(dtype)
+
+
+def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, tensors in the order given."""
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    begin = 0
+    for name, x in tensors.items():
+        end = begin + x.nbytes
+        header[name] = {"dtype": DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    body = b"".join(x.tobytes() for x in tensors.values())
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def write_model(
+    root: Path,
+    config: dict[str, object],
+    tensors: Tensors,
+    shard: Callable[[str], int] | None = None,
+    index: bool = True,
+) -> Tensors:
+    """Write a model directory: model.safetensors, or shards by ``shard(name)``, with an index unless told not to."""
+    root.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps(config, indent=2))
+    (root / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    if shard is None:
+        write_file(root / "model.safetensors", tensors)
+        return tensors
+    count = max(map(shard, tensors)) + 1
+    file_of = {name: f"model-{shard(name) + 1:05d}-of-{count:05d}.safetensors" for name in tensors}
+    for file in sorted(set(file_of.values())):
+        write_file(root / file, {name: x for name, x in tensors.items() if file_of[name] == file})
+    if index:
+        total = sum(x.nbytes for x in tensors.values())
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": file_of})
+        (root / "model.safetensors.index.json").write_text(text)
+    return tensors
+
+
+def _linear(tensors: Tensors, module: str, shape: tuple[int, int], std: float = 0.02, dtype: np.dtype = BF16) -> None:
+    tensors[f"{module}.weight"] = random(module, shape, std, dtype)
+
+
+def _norm(tensors: Tensors, module: str, size: int = HIDDEN) -> None:
+    tensors[f"{module}.weight"] = np.ones(size, BF16)
+
+
+def _attention(tensors: Tensors, module: str) -> None:
+    """q, k and v of different magnitudes, so that sharing an amax shows."""
+    for name, rows, std in (("q_proj", 64, 0.02), ("k_proj", 32, 0.08), ("v_proj", 32, 0.01)):
+        _linear(tensors, f"{module}.{name}", (rows, HIDDEN), std)
+    _linear(tensors, f"{module}.o_proj", (HIDDEN, 64))
+    _norm(tensors, f"{module}.q_norm", 16)
+
+
+def _mlp(tensors: Tensors, module: str, inner: int) -> None:
+    for name, shape, std in (
+        ("gate_proj", (inner, HIDDEN), 0.02),
+        ("up_proj", (inner, HIDDEN), 0.06),
+        ("down_proj", (HIDDEN, inner), 0.02),
+    ):
+        _linear(tensors, f"{module}.{name}", shape, std)
+
+
+def _base(head: bool = True) -> Tensors:
+    tensors: Tensors = {}
+    _linear(tensors, "model.embed_tokens", (VOCABULARY, HIDDEN))
+    _norm(tensors, "model.norm")
+    if head:
+        _linear(tensors, "lm_head", (VOCABULARY, HIDDEN))
+    return tensors
+
+
+def dense(root: Path, index: bool = True) -> Tensors:
+    """Qwen3-like: tied head, 2 shards with gate and up, q and k apart; down_proj has K = 80, no multiple of 32."""
+    tensors = _base(head=False)
+    for i in range(2):
+        _attention(tensors, f"model.layers.{i}.self_attn")
+        _mlp(tensors, f"model.layers.{i}.mlp", 80)
+        _norm(tensors, f"model.layers.{i}.input_layernorm")
+    config: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2}
+    return write_model(root, config, tensors, lambda name: int("up_proj" in name or "k_proj" in name), index)
+
+
+def moe(root: Path) -> Tensors:
+    """Qwen3-MoE-like, one tensor per expert; layer 0 is dense; expert 3 is all zero, expert 2 has a zero gate."""
+    tensors = _base()
+    for i in range(2):
+        _attention(tensors, f"model.layers.{i}.self_attn")
+    _mlp(tensors, "model.layers.0.mlp", 96)
+    _linear(tensors, "model.layers.1.mlp.gate", (EXPERTS, HIDDEN))
+    for expert in range(EXPERTS):
+        _mlp(tensors, f"model.layers.1.mlp.experts.{expert}", 96)
+    for name in ("3.gate_proj", "3.up_proj", "3.down_proj", "2.gate_proj"):
+        tensors[f"model.layers.1.mlp.experts.{name}.weight"][:] = 0
+    config: dict[str, object] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 2,
+        "num_experts": EXPERTS,
+    }
+    return write_model(root, config, tensors, lambda name: 2 if "experts.1" in name else int("up_proj" in name))
+
+
+def fused(root: Path) -> Tensors:
+    """MoE with 3-D expert stacks, names without .weight, a single file without index."""
+    tensors = _base()
+    _attention(tensors, "model.layers.0.self_attn")
+    _linear(tensors, "model.layers.0.mlp.gate", (EXPERTS, HIDDEN))
+    for name, shape in (("gate_up_proj", (EXPERTS, 192, HIDDEN)), ("down_proj", (EXPERTS, HIDDEN, 96))):
+        tensors[f"model.layers.0.mlp.experts.{name}"] = random(name, shape)
+    return write_model(root, {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}, tensors)
+
+
+def deepseek(root: Path) -> Tensors:
+    """DeepSeek-like: MLA, a router with a float32 bias, shared experts, the MTP module as layer num_hidden_layers."""
+    tensors = _base()
+    for i in range(3):
+        attention = f"model.layers.{i}.self_attn"
+        for name, shape in (
+            ("q_a_proj", (32, HIDDEN)),
+            ("q_b_proj", (128, 32)),
+            ("kv_a_proj_with_mqa", (48, HIDDEN)),
+            ("kv_b_proj", (128, 32)),
+            ("o_proj", (HIDDEN, 64)),
+        ):
+            _linear(tensors, f"{attention}.{name}", shape, 0.02 if "kv" in name else 0.05)
+        _norm(tensors, f"{attention}.q_a_layernorm", 32)
+        _linear(tensors, f"model.layers.{i}.mlp.gate", (EXPERTS, HIDDEN))
+        tensors[f"model.layers.{i}.mlp.gate.e_score_correction_bias"] = np.zeros(EXPERTS, np.float32)
+        _mlp(tensors, f"model.layers.{i}.mlp.experts.0", 96)
+        _mlp(tensors, f"model.layers.{i}.mlp.shared_experts", 96)
+    _linear(tensors, "model.layers.2.eh_proj", (HIDDEN, 2 * HIDDEN))
+    _linear(tensors, "model.layers.2.shared_head.head", (VOCABULARY, HIDDEN))
+    config: dict[str, object] = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    return write_model(root, config, tensors, lambda name: int(".layers.2." in name))
+
+
+def bert(root: Path) -> Tensors:
+    """A sentence transformer: float32, query/key/value, position ids, a folder 1_Pooling."""
+    tensors: Tensors = {"embeddings.position_ids": np.arange(16, dtype=np.int64)[None]}
+    _linear(tensors, "embeddings.word_embeddings", (VOCABULARY, HIDDEN), dtype=np.dtype("f4"))
+    tensors["embeddings.LayerNorm.weight"] = np.ones(HIDDEN, np.float32)
+    layer = "encoder.layer.0"
+    for name, std in (("query", 0.02), ("key", 0.05), ("value", 0.01)):
+        _linear(tensors, f"{layer}.attention.self.{name}", (HIDDEN, HIDDEN), std, np.dtype("f4"))
+        tensors[f"{layer}.attention.self.{name}.bias"] = np.zeros(HIDDEN, np.float32)
+    _linear(tensors, f"{layer}.attention.output.dense", (HIDDEN, HIDDEN), dtype=np.dtype("f4"))
+    _linear(tensors, f"{layer}.intermediate.dense", (128, HIDDEN), dtype=np.dtype("f4"))
+    _linear(tensors, "classifier", (3, HIDDEN), dtype=np.dtype("f4"))
+    write_model(root, {"architectures": ["BertModel"], "model_type": "bert", "num_hidden_layers": 1}, tensors)
+    (root / "1_Pooling").mkdir()
+    (root / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    return tensors
+
+
+def vlm(root: Path) -> Tensors:
+    """A vision-language model: layers under model.language_model, the layer count in text_config, a vision tower."""
+    tensors: Tensors = {}
+    _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
+    _attention(tensors, "model.language_model.layers.0.self_attn")
+    _mlp(tensors, "model.language_model.layers.0.mlp", 96)
+    _linear(tensors, "model.visual.blocks.0.attn.qkv", (3 * HIDDEN, HIDDEN))
+    _mlp(tensors, "model.visual.blocks.0.mlp", 96)
+    tensors["model.visual.patch_embed.proj.weight"] = random("patch", (HIDDEN, 3, 2, 14, 14))
+    _linear(tensors, "lm_head", (VOCABULARY, HIDDEN))
+    config: dict[str, object] = {
+        "model_type": "qwen3_vl",
+        "text_config": {"num_hidden_layers": 1, "model_type": "qwen3"},
+    }
+    return write_model(root, config, tensors)
+
+
+MODELS = {function.__name__: function for function in (dense, moe, fused, deepseek, bert, vlm)}

