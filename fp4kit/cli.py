@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4kit import __version__, cli_checkpoint, tables
+from fp4kit import __version__, agreement, cli_checkpoint, tables
 from fp4kit.golden import GoldenSet
 from fp4kit.golden_check import check_recipe
 from fp4kit.golden_rows import ROWS
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
     output = listing.add_mutually_exclusive_group()
     output.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
-    output.add_argument("--markdown", action="store_true", help="print the table of the README")
+    output.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
     listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: tests/golden of the checkout)")
     listing.set_defaults(func=_recipes)
     commands.add_parser("formats", help="list the number formats", allow_abbrev=False).set_defaults(func=_formats)
@@ -63,11 +63,10 @@ def _recipes(args: argparse.Namespace) -> int:
         raise ValueError("--golden was given without --check; add --check")
     if args.check:
         return _check(ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
-    rows = [row for row in tables.recipe_rows() if row[0].split(" = ")[0] in ids]
-    if args.markdown:
-        print(tables.markdown(tables.RECIPE_COLUMNS, rows))
-    else:
-        _print_table(tables.RECIPE_COLUMNS, rows)
+    if args.agreement:
+        _print_table(agreement.COLUMNS, agreement.agreement_rows())
+        return 0
+    _print_table(tables.RECIPE_COLUMNS, tables.recipe_rows(ids))
     return 0
 
 

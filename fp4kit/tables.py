@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
-from fp4kit.recipes import ALIASES, RECIPES, Recipe
+from fp4kit.recipes import ALIASES, RECIPES, Recipe, recipe
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
@@ -23,19 +25,27 @@ def rule_text(r: Recipe) -> str:
     return (rule or "").replace("_", " ")
 
 
-def recipe_rows() -> list[tuple[str, ...]]:
+def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """One row per recipe: id (with its aliases), block, rule, what it equals, source."""
-    names = {r: [alias for alias, target in ALIASES.items() if target == r] for r in RECIPES}
     return [
-        (
-            " = ".join([r.id, *names[r.id]]),
-            block_text(r),
-            rule_text(r),
-            r.exact + (" (values only)" if r.fake_only else ""),
-            r.source,
-        )
-        for r in RECIPES.values()
+        (_names(r), block_text(r), rule_text(r), r.exact + " (values only)" * r.fake_only, r.source) for r in map(recipe, ids)
     ]
+
+
+def _names(r: Recipe) -> str:
+    return " = ".join([r.id, *(alias for alias, target in ALIASES.items() if target == r.id)])
+
+
+def grouped_recipe_rows() -> list[tuple[str, ...]]:
+    """recipe_rows with those of one rule, statement and source in one row, in the order of their first."""
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in recipe_rows():
+        groups.setdefault(row[2:], []).append(row)
+    return [(", ".join(r[0] for r in rows), _distinct(r[1] for r in rows), *shared) for shared, rows in groups.items()]
+
+
+def _distinct(texts: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(texts))
 
 
 def format_rows() -> list[tuple[str, ...]]:

@@ -1,0 +1,46 @@
+"""Where recipes agree: which ones give the same bytes on ordinary data (finite, no -0, no subnormals), by input dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.ops.quantize import quantize
+from fp4kit.recipes import RECIPES
+
+COLUMNS = ("input", "recipes that give the same codes and block scales")
+DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+
+
+def ordinary_data(dtype: Any) -> list[np.ndarray]:
+    """Weights, heavy tails and wide ranges, deterministic, (256, 512) each; nothing subnormal, nothing -0."""
+    rng = np.random.default_rng(20)
+    shape = (256, 512)
+    normal = rng.standard_normal(shape)
+    wide = rng.standard_normal(shape) * np.exp2(rng.integers(-6, 6, shape))
+    arrays = (normal * 0.02, normal, rng.standard_t(2, shape).clip(-1e3, 1e3), wide)
+    steps = 2.0 ** -rng.integers(0, 6, shape) * rng.integers(1, 13, shape) / 4  # full of ties
+    smallest = 2.0**-13
+    return [np.where(np.abs(a) < smallest, smallest, a).astype(dtype) for a in (*arrays, steps)]
+
+
+def agreeing(dtype: Any) -> list[tuple[str, ...]]:
+    """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the table."""
+    data = ordinary_data(dtype)
+    groups: dict[bytes, list[str]] = {}
+    for r in RECIPES.values():
+        if not r.fake_only and r.scale is not None:
+            quantized = [quantize(x, r) for x in data]
+            groups.setdefault(b"".join(q.packed.tobytes() + q.block_scale.tobytes() for q in quantized), []).append(r.id)
+    return [tuple(ids) for ids in groups.values() if len(ids) > 1]
+
+
+def agreement_rows() -> list[tuple[str, ...]]:
+    """A row for each group: the input dtypes for which it holds, and its recipes."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, dtype in DTYPES.items():
+        for group in agreeing(dtype):
+            found.setdefault(group, []).append(name)
+    return [(", ".join(names), " = ".join(group)) for group, names in found.items()]

@@ -1,0 +1,56 @@
+"""The README: its example prints what it says, its tables are what the code gives, its commands are single lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp4kit.golden_check import check_recipe
+from fp4kit.recipes import recipes
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "README.md").read_text()
+
+
+def _fence(marker: str, language: str) -> str:
+    found = re.search(rf"<!-- {marker} -->\n```{language}\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None, f"README.md has no {language} fence after <!-- {marker} -->"
+    return found.group(1)
+
+
+def test_example_prints_what_the_readme_says() -> None:
+    code = _fence("example", "python")
+    assert len(code.strip().splitlines()) <= 10
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert run.stdout == _fence("output", "text")
+
+
+def test_generated_tables_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.rewritten(TEXT) == TEXT, "run python tools/readme.py"
+
+
+@pytest.mark.parametrize("name", ["demo", "test"])
+def test_commands_are_one_line(name: str) -> None:
+    assert len(_fence(f"command: {name}", "bash").splitlines()) == 1
+
+
+def test_short_enough_and_counts_are_current(golden) -> None:  # type: ignore[no-untyped-def]
+    assert len(TEXT.splitlines()) < 200
+    compared = sum(check_recipe(name, golden).compared for name in recipes())
+    assert f"{compared} of {compared}\narrays are equal" in TEXT
+
+
+def test_linked_files_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
