@@ -94,7 +94,7 @@ def _torchao_rows() -> Iterator[Row]:
             yield Row(name, "ao", f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
         for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
             yield Row(f"mxfp8-torchao-{mode}{suffix}", "ao", f"mxfp8_{element}_{mode}", skip="nan_scale")
-        for element in ("e2m3", "e3m2"):
+        for element in ("e2m3", "e3m2") if mode in ("floor", "rceil") else ():
             yield Row(f"mxfp6-torchao-{mode}-{element}", "ao", f"mxfp6_{element}_{mode}", skip="nan_scale")
 
 
@@ -104,7 +104,8 @@ def _other_rows() -> Iterator[Row]:
         yield Row(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
     for mode in ("nearest", "nearest_flush", "even", "floor"):
         yield Row(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
-        yield Row(f"mxfp8-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
+    for mode in ("nearest", "even"):
+        yield Row(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
 
 
 ROWS: tuple[Row, ...] = (*_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,14 @@ from fp4kit.checkpoint.errors import CheckpointError, shown
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.json_object import dump_object
 from fp4kit.checkpoint.plan import Plan, ShardPlan, TensorPlan, make_plan
-from fp4kit.checkpoint.safetensors_file import TensorReader
+from fp4kit.checkpoint.safetensors_file import NUMPY_DTYPES, TensorReader
 from fp4kit.checkpoint.statistics import Tally, amax_and_nonfinite, tally, total
 from fp4kit.checkpoint.writer import SafetensorsWriter
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
+SLAB_BYTES = 16 << 20  # of source elements that are in memory at a time
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
@@ -61,8 +63,8 @@ def convert(
 
     Arguments are those of make_plan; ``progress`` is called with numbers of bytes that add up to
     ``plan.bytes_to_read``.
-    Raises CheckpointError before any work for what a plan can see, and for NaN or infinity when it is met; whatever
-    is raised, ``destination`` does not exist afterwards.
+    Raises CheckpointError before any work for what a plan can see, and before any tensor is written for NaN or infinity in
+    one that is to be quantized; whatever is raised, ``destination`` does not exist afterwards.
     Exact: codes and scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
@@ -77,7 +79,7 @@ def execute(plan: Plan, destination: str | Path, progress: Progress | None = Non
     staging.check_destination(plan.source.root, target)
     staging.check_space(target, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
     with staging.staged_directory(target) as folder:
-        amaxes = _group_amaxes(plan, tick)
+        amaxes = _amaxes(plan, tick)
         rows = [row for shard in plan.shards for row in _write_shard(plan, shard, folder, amaxes, tick)]
         for file in plan.auxiliary.copied:
             staging.copy_file(file.path, folder / file.name)
@@ -85,28 +87,41 @@ def execute(plan: Plan, destination: str | Path, progress: Progress | None = Non
     return ConversionReport(plan, target, tuple(rows))
 
 
-def _read_finite(reader: TensorReader, tensor: TensorPlan) -> tuple[np.ndarray, np.float32]:
-    """Return a tensor that is to be quantized, and its amax; raise CheckpointError if it holds NaN or infinity."""
-    x = reader.read(tensor.entry)
-    amax, bad = amax_and_nonfinite(x)
+def _slabs(reader: TensorReader, tensor: TensorPlan, height: int = 1) -> Iterator[np.ndarray]:
+    """Yield a 2-D tensor in slabs of whole rows of blocks, at most SLAB_BYTES each where a row of blocks fits."""
+    rows, columns = tensor.entry.shape
+    row_bytes = tensor.entry.nbytes // rows
+    step = max(SLAB_BYTES // (row_bytes * height), 1) * height
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        raw = reader.read_bytes(tensor.entry, start * row_bytes, count * row_bytes)
+        yield raw.view(NUMPY_DTYPES[tensor.entry.dtype]).reshape(count, columns)
+
+
+def _amax(reader: TensorReader, tensor: TensorPlan, tick: Progress) -> np.float32:
+    """Return the amax of a tensor that is to be quantized; raise CheckpointError if it holds NaN or infinity."""
+    amax, bad = np.float32(0), 0
+    for x in _slabs(reader, tensor):
+        largest, count = amax_and_nonfinite(x)
+        amax, bad = max(amax, largest), bad + count
+        tick(x.nbytes)
     if bad:
         raise CheckpointError(
-            f"{shown(tensor.name)}: {bad} of {x.size} values are NaN or infinite; "
+            f"{shown(tensor.name)}: {bad} of {prod(tensor.entry.shape)} values are NaN or infinite; "
             "repair the source or leave it out with --exclude"
         )
-    return x, amax
+    return amax
 
 
-def _group_amaxes(plan: Plan, tick: Progress) -> dict[str, np.float32]:
-    """Return sharing group -> the largest amax of its members."""
+def _amaxes(plan: Plan, tick: Progress) -> dict[str, np.float32]:
+    """Return sharing group, or name of a tensor without one, -> the largest amax of its members. Nothing is written yet."""
     amaxes: dict[str, np.float32] = {}
     for shard in plan.shards:
         with TensorReader(shard.source) as reader:
             for tensor in shard.tensors:
-                if tensor.group is not None:
-                    _, amax = _read_finite(reader, tensor)
-                    amaxes[tensor.group] = max(amax, amaxes.get(tensor.group, amax))
-                    tick(tensor.entry.nbytes)
+                if tensor.action == "quantize":
+                    key = tensor.group or tensor.name
+                    amaxes[key] = max(_amax(reader, tensor, tick), amaxes.get(key, np.float32(0)))
     return amaxes
 
 
@@ -122,29 +137,32 @@ def _write_shard(plan: Plan, shard: ShardPlan, folder: Path, amaxes: dict[str, n
                     writer.write(tensor.name, chunk)
                     tick(chunk.size)
             else:
-                rows.append(_convert_tensor(plan, tensor, reader, writer, amaxes))
-                tick(tensor.entry.nbytes)
+                amax = amaxes[tensor.group or tensor.name]
+                rows.append(_convert_tensor(plan, tensor, reader, writer, amax, tick))
         writer.finish()
     return rows
 
 
 def _convert_tensor(
-    plan: Plan, tensor: TensorPlan, reader: TensorReader, writer: SafetensorsWriter, amaxes: dict[str, np.float32]
+    plan: Plan, tensor: TensorPlan, reader: TensorReader, writer: SafetensorsWriter, amax: np.float32, tick: Progress
 ) -> TensorReport:
-    """Quantize one tensor, write its parts, and return its row."""
-    x, own_amax = _read_finite(reader, tensor)
-    amax = amaxes[tensor.group] if tensor.group else None
-    q = quantize(x, plan.recipe, tensor_amax=amax)
-    if q.tensor_scale is not None and (own_amax if amax is None else amax) == 0:
-        q = _zeros(q)
-    _check_scales(tensor, q)
-    parts = _parts(q, plan.input_scale)
-    for output in tensor.outputs:
-        assert output.part is not None
-        if parts[output.part].shape != output.shape:
-            raise CheckpointError(f"{shown(output.name)}: shape {parts[output.part].shape}; {output.shape} is planned")
-        writer.write(output.name, parts[output.part])
-    return TensorReport(tensor.name, tensor.entry.shape, q.recipe.id, tally(x, q, plan.format))
+    """Quantize one tensor slab by slab, write its parts, and return its row."""
+    tensor_amax = None if plan.recipe.tensor_scaling == "none" else amax
+    outputs = {output.part: output.name for output in tensor.outputs}
+    tallies, scalars = Tally(), {}
+    for x in _slabs(reader, tensor, plan.recipe.block_rows):
+        q = quantize(x, plan.recipe, tensor_amax=tensor_amax)
+        if tensor_amax is not None and amax == 0:
+            q = _zeros(q)
+        _check_scales(tensor, q)
+        writer.write(outputs[schema.WEIGHT], q.packed)
+        writer.write(outputs[schema.SCALE], q.block_scale)
+        tallies += tally(x, q, plan.format)
+        scalars = _scalars(q, plan.input_scale)
+        tick(x.nbytes)
+    for part, value in scalars.items():
+        writer.write(outputs[part], value)
+    return TensorReport(tensor.name, tensor.entry.shape, plan.recipe.id, tallies)
 
 
 def _zeros(q: Quantized) -> Quantized:
@@ -160,14 +178,10 @@ def _zeros(q: Quantized) -> Quantized:
     )
 
 
-def _parts(q: Quantized, input_scale: float | None) -> dict[str, np.ndarray]:
-    """Return schema part -> array."""
-    parts = {schema.WEIGHT: q.packed, schema.SCALE: q.block_scale}
-    if q.tensor_scale is not None:
-        parts[schema.TENSOR_SCALE] = np.asarray(q.tensor_scale, np.float32)
-    if input_scale is not None:
-        parts[schema.INPUT_SCALE] = np.array(input_scale, np.float32)
-    return parts
+def _scalars(q: Quantized, input_scale: float | None) -> dict[str, np.ndarray]:
+    """Return schema part -> array, of the parts that a layer has once."""
+    parts = {} if q.tensor_scale is None else {schema.TENSOR_SCALE: np.asarray(q.tensor_scale, np.float32)}
+    return parts if input_scale is None else {**parts, schema.INPUT_SCALE: np.array(input_scale, np.float32)}
 
 
 def _check_scales(tensor: TensorPlan, q: Quantized) -> None:

@@ -91,8 +91,8 @@ class Plan:
 
     @property
     def bytes_to_read(self) -> int:
-        """Bytes that execution reads from tensors: members of a sharing group are read twice."""
-        return self.bytes_in + sum(tensor.entry.nbytes for tensor in self.tensors if tensor.group)
+        """Bytes that execution reads from tensors: converted ones are read twice, first for their amax."""
+        return self.bytes_in + sum(tensor.entry.nbytes for tensor in self.converted)
 
 
 def refuse_quantized(source: Source) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0
-from fp4kit.layouts import swizzle_scales, unpack, unswizzle_scales
+from fp4kit.layouts import pack, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.ops import check
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
@@ -81,7 +81,15 @@ def _keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if not np.isfinite(amax) or decode_scale != np.ldexp(np.float32(1), m):
         return None
     layout = swizzle_scales(block_scale, q.scale_layout)
-    return Quantized(q.packed.copy(), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout)
+    return Quantized(_kept_codes(q), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout)
+
+
+def _kept_codes(q: Quantized) -> np.ndarray:
+    """The codes, but code 8 as 0 where the source's decoder drops the sign of zero."""
+    if q.recipe.decode_rule != "e8m0_flashinfer_host":
+        return q.packed.copy()
+    codes = unpack(q.packed)
+    return pack(np.where(codes == E2M1.sign_bit, np.uint8(0), codes))
 
 
 def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:

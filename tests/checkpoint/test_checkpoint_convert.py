@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tracemalloc
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,31 @@ def test_amax_and_nonfinite(dtype: type) -> None:
     smallest: np.ndarray = np.array([[1, 0]], f"u{x.itemsize}").view(dtype)
     assert amax_and_nonfinite(-smallest) == (smallest.astype(np.float32).max(), 0)
     assert amax_and_nonfinite(x * 0) == (0, 0)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "mxfp8-te-2d", "nvfp4-te-4over6-mae-256-2d"])
+def test_slabs_do_not_show(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cutting tensors into slabs of a few rows changes neither a byte nor a count."""
+    synthetic.MODELS["dense"](tmp_path / "source")
+    whole = convert(tmp_path / "source", tmp_path / "whole", recipe)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "SLAB_BYTES", 1 << 11)
+    slabs = convert(tmp_path / "source", tmp_path / "slabs", recipe)
+    assert load(tmp_path / "slabs") == load(tmp_path / "whole")
+    for a, b in zip(slabs.rows, whole.rows, strict=True):
+        assert (a.name, a.tally.saturated, a.tally.zero_blocks, a.tally.blocks) == (
+            b.name, b.tally.saturated, b.tally.zero_blocks, b.tally.blocks,
+        )  # fmt: skip
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of 32 MiB converts within a few slabs of memory."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1}, {name: x})
+    del x
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "SLAB_BYTES", 1 << 20)
+    tracemalloc.start()
+    convert(tmp_path / "source", tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20

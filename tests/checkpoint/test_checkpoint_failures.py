@@ -52,7 +52,7 @@ class Boom(BaseException):
 @pytest.mark.parametrize(
     "place",
     [
-        "convert._group_amaxes",
+        "convert._amaxes",
         "convert.quantize",
         "writer.SafetensorsWriter.write",
         "writer.SafetensorsWriter.finish",

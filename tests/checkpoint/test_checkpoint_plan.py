@@ -248,7 +248,7 @@ def test_sizes(tmp_path: Path) -> None:
     weights = sum(tensor.entry.nbytes for tensor in plan.converted)
     values = weights // 2
     assert plan.bytes_out == plan.bytes_in - weights + values // 2 + values // 16 + 4 * len(plan.converted)
-    assert plan.bytes_to_read == plan.bytes_in + sum(t.entry.nbytes for t in plan.converted if t.group)
+    assert plan.bytes_to_read == plan.bytes_in + sum(t.entry.nbytes for t in plan.converted)
 
 
 def test_plan_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

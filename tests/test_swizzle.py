@@ -1,0 +1,103 @@
+"""swizzle, unswizzle, pack, unpack: against the stated offsets, and each undoing the other."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp4kit
+from fp4kit import layouts
+from fp4kit.testing import assert_same_bits
+
+TILED = layouts.SCALE_LAYOUTS[1:]
+
+
+def _offset(layout: str, r: int, c: int, columns: int) -> int:
+    tiles = -(-columns // 4)
+    if layout == "swizzled_8x4":
+        return (r // 8 * tiles + c // 4) * 32 + r % 8 * 4 + c % 4
+    return (r // 128 * tiles + c // 4) * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4
+
+
+@given(layout=st.sampled_from(TILED), lead=st.sampled_from([(), (2,)]), R=st.integers(1, 300), C=st.integers(1, 20))
+def test_offsets_and_padding(layout, lead, R, C) -> None:
+    scales = np.random.default_rng(R * 31 + C).integers(1, 256, (*lead, R, C)).astype(np.uint8)
+    swizzled = fp4kit.swizzle(scales, layout)
+    flat = swizzled.reshape(*lead, -1)
+    expected = np.zeros_like(flat)
+    r, c = np.mgrid[:R, :C]
+    expected[..., np.vectorize(_offset)(layout, r, c, C)] = scales
+    assert_same_bits(flat, expected)
+    assert_same_bits(fp4kit.unswizzle(swizzled, layout, scales.shape), scales)
+    assert_same_bits(fp4kit.unswizzle(swizzled.reshape(-1), layout, scales.shape), scales)
+
+
+@pytest.mark.parametrize("layout", layouts.SCALE_LAYOUTS)
+def test_quantized_between_any_layouts(layout) -> None:
+    x = np.random.default_rng(9).standard_normal((2, 40, 96)).astype(np.float32)
+    linear = fp4kit.quantize(x, "nvfp4-te")
+    q = fp4kit.quantize(x, "nvfp4-te", scale_layout=layout)
+    assert_same_bits(fp4kit.unswizzle(q), linear)
+    for other in layouts.SCALE_LAYOUTS:
+        assert_same_bits(fp4kit.swizzle(q, other), fp4kit.quantize(x, "nvfp4-te", scale_layout=other))
+    assert_same_bits(fp4kit.dequantize(q), fp4kit.dequantize(linear))
+
+
+@given(st.integers(0, 60), st.integers(0, 5))
+def test_pack_and_unpack(half, rows) -> None:
+    codes = np.random.default_rng(half).integers(0, 16, (rows, 2 * half)).astype(np.uint8)
+    packed = fp4kit.pack(codes)
+    assert packed.shape == (rows, half)
+    assert_same_bits(fp4kit.unpack(packed), codes)
+    assert_same_bits(packed & 15, codes[:, 0::2])
+    assert_same_bits(packed >> 4, codes[:, 1::2])
+
+
+def test_pack_of_all_bytes() -> None:
+    every = np.arange(256, dtype=np.uint8)
+    assert_same_bits(fp4kit.pack(fp4kit.unpack(every)), every)
+
+
+def test_pad() -> None:
+    x = np.ones((3, 5), np.float32)
+    assert layouts.pad(x, 5) is x
+    padded = layouts.pad(x, 16)
+    assert padded.shape == (3, 16) and padded[:, 5:].sum() == 0 and padded.sum() == 15
+    assert layouts.pad(x, 4, axis=0).shape == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fp4kit.pack(np.zeros(3, np.uint8)), ValueError, "pack: the last axis has length 3; two codes share a byte"),
+        (lambda: fp4kit.pack(np.full(2, 16, np.uint8)), ValueError, "pack: the largest code is 16; 4-bit codes are 0 to 15"),
+        (lambda: fp4kit.pack(np.zeros(2, int)), TypeError, "pack: codes are int64; needs uint8"),
+        (lambda: fp4kit.unpack(np.uint8(3)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
+        (
+            lambda: fp4kit.swizzle(np.zeros((2, 2), np.uint8), "128x4"),
+            ValueError,
+            "scale_layout: got '128x4'; needs one of linear",
+        ),
+        (lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]), TypeError, "swizzle: scales are float64; needs uint8 bit patterns"),
+        (lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]), ValueError, "swizzle: scales are 1-d; needs (..., R, C)"),
+        (lambda: fp4kit.unswizzle(np.zeros(9, np.uint8)), ValueError, "unswizzle: an array of scales needs layout and shape"),
+        (
+            lambda: fp4kit.unswizzle(np.zeros(9, np.uint8), TILED[0], (3, 3)),
+            ValueError,
+            "unswizzle: (9,) holds 9 scales; swizzled_128x4 of (3, 3) needs (128, 4), padding included",
+        ),
+        (
+            lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(4, np.float32), "fp8-modelopt"), TILED[0]),
+            ValueError,
+            "swizzle: fp8-modelopt has no block scales",
+        ),
+        (lambda: layouts.shuffle_rows(20, 64), ValueError, "shuffle_rows: M is 20; needs a multiple of 16"),
+    ],
+)
+def test_errors(call, error, message) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
