@@ -20,9 +20,14 @@ def hadamard_matrix(sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     """y_j = 1/4 sum_i s_i H_ij x_i over each block of 16 along the last axis; same shape and dtype as x.
 
-    Numerics: the sum is formed in float64 and rounded once to the dtype of x. Exact: TE's bfloat16 transform.
-    Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
+    Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
+    device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
     """
-    blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64)
+    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(BLOCK)) & 1)
+    y = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64) * signs
     with np.errstate(invalid="ignore", over="ignore"):
-        return (blocks @ hadamard_matrix(sign_mask)).astype(x.dtype).reshape(x.shape)
+        for distance in (1, 2, 4, 8):
+            pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
+            low, high = pairs[..., 0, :], pairs[..., 1, :]
+            y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
+        return (y / 4).astype(x.dtype).reshape(x.shape)
