@@ -65,7 +65,8 @@ def quantize_tile(
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
     if recipe.block_rule is None:
-        return encode_elements(blocks, tensor.encode[..., None], recipe, dtype, random).reshape(m, k), None
+        factor = tensor.decode if recipe.apply == "divide" else tensor.encode
+        return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k), None
     amax = block_amax(x, recipe) if amax is None else amax
     if recipe.four_over_six:
         codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
