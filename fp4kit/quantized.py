@@ -45,6 +45,9 @@ class Quantized:
             )
         object.__setattr__(self, "axis", self.axis % len(self.shape))
         check_layout(self.scale_layout)
+        length, multiple = self.shape[self.axis], self.recipe.length_multiple
+        if length % multiple:
+            raise ValueError(f"Quantized: axis {self.axis} has length {length}; {self.recipe.id} needs a multiple of {multiple}")
         self._check("packed", self.packed, packed_shape(self.moved_shape, self.recipe))
         if self.recipe.scale is not None:
             self._check("block_scale", self.block_scale, padded_shape(self.scale_shape, self.scale_layout))

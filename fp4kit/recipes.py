@@ -27,14 +27,13 @@ class Recipe:
     apply: whether elements are multiplied with or divided by the factor that the rules give.
     rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
     amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
-    flush: subnormal elements and products are zero (ftz).
-    round_scaled: scaled elements are rounded to the input dtype before they are encoded.
+    flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
     nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
     four_over_six: None, "mae" or "mse": each block takes the better of two scales, block maximum at 6 or at 4.
+    fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
     scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
     static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
-    narrow: integers use [-max, max] instead of [-max - 1, max].
-    fake_only: values only; there are no codes.
+    narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
     source: producer, file or function, version. exact: what it equals bit for bit, and where not.
     """
 
@@ -78,19 +77,24 @@ class Recipe:
         return self.block[0] if self.block else 1
 
     @property
+    def producer(self) -> str:
+        """The second part of the id: te, flashinfer, ..."""
+        return self.id.split("-")[1]
+
+    @property
     def is_packed(self) -> bool:
         """Whether two codes share a byte."""
         return self.element.bits == 4
 
     @property
+    def length_multiple(self) -> int:
+        """What the length of the quantized axis must be a multiple of: whole blocks, whole bytes."""
+        return self.block_size if self.block else 2 if self.is_packed else 1
+
+    @property
     def format_name(self) -> str:
         """NVFP4, MXFP4, ...: the first part of the id."""
         return self.id.split("-", 1)[0].upper()
-
-    @property
-    def producer(self) -> str:
-        """The second part of the id: te, flashinfer, ..."""
-        return self.id.split("-")[1]
 
 
 def _of(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
@@ -318,12 +322,7 @@ def _table() -> dict[str, Recipe]:
 RECIPES: dict[str, Recipe] = _table()
 
 # Two names, one rule.
-ALIASES: dict[str, str] = {
-    "nvfp4": "nvfp4-te",
-    "mxfp4": "mxfp4-ocp",
-    "mxfp8": "mxfp8-te",
-    "mxfp4-torchao-floor": "mxfp4-ocp",
-}
+ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"}
 
 
 def recipes() -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
     a, b = np.asarray(actual), np.asarray(expected)
     assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
     unsigned = _UNSIGNED[a.dtype.itemsize]
-    x, y = np.ascontiguousarray(a).view(unsigned), np.ascontiguousarray(b).view(unsigned)
+    x, y = (np.ascontiguousarray(v).view(unsigned).reshape(v.shape) for v in (a, b))
     differ = x != y
     if differ.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), x.shape))

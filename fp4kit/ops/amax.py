@@ -51,7 +51,7 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
 def _plain_amax(x: Any, axis: Any) -> np.ndarray:
     x = as_array(x, "amax: x")
     check.check_float("amax", x)
-    if axis is not None or x.size <= TILE_ELEMENTS or x.ndim == 0:
+    if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
-    parts = [_plain_amax(part, None) for part in np.array_split(x, min(len(x), -(-x.size // TILE_ELEMENTS)))]
-    return np.asarray(np.max(parts), np.float32)
+    chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
+    return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)

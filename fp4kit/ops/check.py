@@ -36,7 +36,7 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     """The length along the axis must be whole blocks (and whole bytes)."""
-    multiple = recipe.block_size if recipe.block else 2 if recipe.is_packed else 1
+    multiple = recipe.length_multiple
     if length % multiple:
         raise ValueError(
             f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with fp4kit.layouts.pad"

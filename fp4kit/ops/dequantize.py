@@ -31,6 +31,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
     if out is not None:
         check.check_out("dequantize", "out", out, q.shape, wanted)
+    _check_tensor_amax(q)
     moved = np.empty(q.moved_shape, wanted)
     if moved.size:
         _run(q, moved)
@@ -39,6 +40,17 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         return values
     out[...] = values
     return out
+
+
+def _check_tensor_amax(q: Quantized) -> None:
+    """What the recipe's tensor scale is made from must be there: without it the tensor scale would be left out."""
+    if q.recipe.tensor_scaling == "none":
+        return
+    covered = check.tensor_amax_shape(q.moved_shape, q.recipe)
+    shape = None if q.tensor_amax is None else np.shape(q.tensor_amax)
+    per_expert = q.recipe.tensor_scaling == "tensor" and len(q.shape) > 2 and shape == q.moved_shape[:1]
+    if shape != covered and not per_expert:
+        raise ValueError(f"dequantize: q.tensor_amax has shape {shape}; {q.recipe.id} decodes with float32 {covered}")
 
 
 def _run(q: Quantized, moved: np.ndarray) -> None:

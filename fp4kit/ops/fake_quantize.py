@@ -10,7 +10,7 @@ from fp4kit.interop import as_array
 from fp4kit.ops import check
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.prepare import Prepared, prepare, stack
-from fp4kit.ops.quantize import compute_tensor_amax, given_amaxes, matrix_part, quantize
+from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared
 from fp4kit.quantized import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -36,12 +36,13 @@ def fake_quantize(
     Returns a new array of x's shape and dtype.
     """
     r = find_recipe(recipe)
+    p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
     if r.fake_rule is None:
-        options = {"tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
-        return dequantize(quantize(x, r, axis=axis, **options))
+        return dequantize(quantize_prepared("fake_quantize", p, "linear", rounding, False, None))
     if rounding != "nearest":
         raise ValueError(f"fake_quantize: {r.id} rounds to nearest only; got rounding={rounding!r}")
-    p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax)
+    if seed is not None:
+        raise ValueError(f"fake_quantize: {SEED_WITHOUT_USE}")
     amax, block = given_amaxes("fake_quantize", p)
     if amax is None and r.tensor_scaling != "none":
         amax = compute_tensor_amax(p.moved, r)
@@ -87,7 +88,7 @@ def fake_quantize_backward(
     check.check_float("fake_quantize_backward", g, "grad")
     if g.shape != p.x.shape:
         raise ValueError(f"fake_quantize_backward: grad has shape {g.shape}; needs that of x, {p.x.shape}")
-    if pass_through:
+    if pass_through or not g.size:
         return g
     clip = _clip_amax(p, amax)
     out = np.empty(p.moved.shape, g.dtype)

@@ -19,6 +19,7 @@ from fp4kit.reference.scaling import tensor_scale
 from fp4kit.reference.stochastic import RandomBytes, stream_bytes
 
 Hadamard = bool | Literal["no_signs"]
+SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
 
 
 def quantize(
@@ -61,7 +62,7 @@ def quantize(
     Source: recipe.source.
     """
     p = prepare("quantize", x, recipe, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
-    return _quantize("quantize", p, scale_layout, rounding, hadamard, out)
+    return quantize_prepared("quantize", p, scale_layout, rounding, hadamard, out)
 
 
 def quantize_both(
@@ -83,19 +84,24 @@ def quantize_both(
     p = prepare("quantize_both", x, recipe, -1, tensor_amax=tensor_amax, block_amax=None, seed=seed)
     if p.x.ndim < 2:
         raise ValueError(f"quantize_both: x is {p.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
+    if isinstance(p.others["seed"], np.ndarray):
+        raise TypeError("quantize_both: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     other = None if seed is None else operator.index(seed) + 1
     column = prepare("quantize_both", x, recipe, -2, tensor_amax=tensor_amax, block_amax=None, seed=other)
-    q_row = _quantize("quantize_both", p, scale_layout, rounding, False, None)
-    return q_row, _quantize("quantize_both", column, scale_layout, rounding, hadamard, None)
+    q_row = quantize_prepared("quantize_both", p, scale_layout, rounding, False, None)
+    return q_row, quantize_prepared("quantize_both", column, scale_layout, rounding, hadamard, None)
 
 
-def _quantize(op: str, p: Prepared, layout: str, rounding: str, hadamard: Hadamard, out: Quantized | None) -> Quantized:
+def quantize_prepared(op: str, p: Prepared, layout: str, rounding: str, hadamard: Hadamard, out: Quantized | None) -> Quantized:
+    """quantize after prepare; op names the caller in errors."""
     check.check_has_codes(op, p.recipe)
     check_layout(layout)
+    if layout != "linear" and p.x.ndim < 2:
+        raise ValueError(f"{op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
     mask = _sign_mask(op, hadamard, p)
     amax, block_amax = given_amaxes(op, p)
     random = _random(op, p, rounding)
-    packed, scales = _outputs(op, p, layout, out)
+    packed, scales = _outputs(op, p, layout, out, amax)
     if amax is None and p.recipe.tensor_scaling != "none":
         amax = compute_tensor_amax(p.moved, p.recipe, mask)
     _run(p, amax, block_amax, random, mask, packed, scales)
@@ -105,7 +111,7 @@ def _quantize(op: str, p: Prepared, layout: str, rounding: str, hadamard: Hadama
 def _sign_mask(op: str, hadamard: Hadamard, p: Prepared) -> int | None:
     if hadamard is False:
         return None
-    if hadamard not in (True, "no_signs"):
+    if hadamard is not True and hadamard != "no_signs":
         raise ValueError(f"{op}: hadamard is {hadamard!r}; needs False, True or 'no_signs'")
     if p.moved.shape[-1] % BLOCK:
         raise ValueError(
@@ -131,7 +137,7 @@ def _random(op: str, p: Prepared, rounding: str) -> np.ndarray | int | None:
         raise ValueError(f"{op}: rounding is {rounding!r}; needs 'nearest' or 'stochastic'")
     if rounding == "nearest":
         if seed is not None:
-            raise ValueError(f"{op}: seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'")
+            raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
         return None
     if p.recipe.element.is_integer or p.recipe.four_over_six:
         raise ValueError(f"{op}: {p.recipe.id} has no stochastic rounding; it needs float elements and one scale per block")
@@ -144,21 +150,29 @@ def _random(op: str, p: Prepared, rounding: str) -> np.ndarray | int | None:
     return operator.index(seed) % 2**64
 
 
-def _outputs(op: str, p: Prepared, layout: str, out: Quantized | None) -> tuple[np.ndarray, np.ndarray | None]:
+def _outputs(
+    op: str, p: Prepared, layout: str, out: Quantized | None, amax: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Arrays for codes and linear block scales: those of out where they can be written directly, else new ones."""
     shape, scales = packed_shape(p.moved.shape, p.recipe), scale_shape(p.moved.shape, p.recipe)
     if out is None:
         return np.empty(shape, np.uint8), None if p.recipe.scale is None else np.empty(scales, np.uint8)
     check.check_quantized(op, out, "out")
-    wanted = {"recipe": p.recipe, "shape": p.x.shape, "axis": p.axis, "scale_layout": layout}
+    wanted = {"recipe": p.recipe, "shape": p.x.shape, "dtype": p.x.dtype, "axis": p.axis, "scale_layout": layout}
     for name, value in wanted.items():
         if getattr(out, name) != value:
             raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
     check.check_out(op, "out.packed", out.packed, shape, np.uint8)
+    if p.recipe.tensor_scaling != "none":
+        covered = check.tensor_amax_shape(p.moved.shape, p.recipe) if amax is None else amax.shape
+        for name in ("tensor_scale", "tensor_amax"):
+            check.check_out(op, f"out.{name}", getattr(out, name), covered, np.float32)
+    packed = out.packed if out.packed.flags.c_contiguous else np.empty(shape, np.uint8)
     if p.recipe.scale is None:
-        return out.packed, None
+        return packed, None
     check.check_out(op, "out.block_scale", out.block_scale, padded_shape(scales, layout), np.uint8)
-    return out.packed, out.block_scale if layout == "linear" else np.empty(scales, np.uint8)
+    direct = layout == "linear" and out.block_scale.flags.c_contiguous
+    return packed, out.block_scale if direct else np.empty(scales, np.uint8)
 
 
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
@@ -199,7 +213,11 @@ def _run(
     scale_rows = None if scales is None else scales.reshape(B, M, -1)
     block_rows = None if block_amax is None else block_amax.reshape(B, -1, block_amax.shape[-1])
     for i, matrix in enumerate(x):
-        options = Options(None if block_rows is None else block_rows[i], _random_source(random, p.recipe, i, (M, K)), mask)
+        options = Options(
+            None if block_rows is None else block_rows[i][:: p.recipe.block_rows],
+            _random_source(random, p.recipe, i, (M, K)),
+            mask,
+        )
         out_scales = None if scale_rows is None else scale_rows[i]
         quantize_matrix(matrix, p.recipe, matrix_part(amax, p.recipe, i, x.shape), codes[i], out_scales, options)
 
@@ -228,15 +246,15 @@ def stream_tile(seed: int, first: int, K: int, rows: slice, columns: slice) -> n
 def _result(
     p: Prepared, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, layout: str, out: Quantized | None
 ) -> Quantized:
-    if scales is not None and layout != "linear":
-        swizzled = swizzle_scales(scales, layout)
-        scales = swizzled if out is None else out.block_scale
-        scales[...] = swizzled
+    if scales is not None:
+        scales = swizzle_scales(scales, layout)
     decode_scale = None if amax is None else np.asarray(tensor_scale(amax, p.recipe, p.x.dtype).decode, np.float32)
     if out is None:
         return Quantized(packed, scales, decode_scale, amax, p.x.shape, p.x.dtype, p.axis, p.recipe, layout)
-    for name, target, value in (("tensor_scale", out.tensor_scale, decode_scale), ("tensor_amax", out.tensor_amax, amax)):
-        if value is not None:
-            check.check_out("quantize", f"out.{name}", target, value.shape, np.float32)
-            target[...] = value
+    for target, part in ((out.packed, packed), (out.block_scale, scales)):
+        if part is not None and part is not target:
+            target[...] = part
+    for target, part in ((out.tensor_scale, decode_scale), (out.tensor_amax, amax)):
+        if part is not None:
+            target[...] = part
     return out

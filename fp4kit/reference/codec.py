@@ -94,7 +94,7 @@ def encode(
     else:
         codes = _encode_float(x, fmt, rounding, sign)
     if any_nan:
-        codes[nan] = fmt.nan_code if nan_code is None else nan_code
+        codes = np.where(nan, np.uint8(fmt.nan_code if nan_code is None else nan_code), codes)
     return codes
 
 

@@ -82,5 +82,6 @@ def quantize_four_over_six(
     scales = spread_rows(np.where(four, scales4, scales6), recipe, len(blocks))
     codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], codes4, codes6)
     if recipe.flush:  # FlashInfer leaves a zero block early, without the signs of its zeros
-        codes = np.where((np.abs(amax) < FLT_MIN)[..., None], np.uint8(0), codes)
+        zero = spread_rows(np.abs(amax) < FLT_MIN, recipe, len(blocks))
+        codes = np.where(zero[..., None], np.uint8(0), codes)
     return codes, scales
