@@ -228,7 +228,8 @@ def _fake_arrays(case: Case) -> Compared:
     output = case.part("output") if case.part("output") is not None else case.part("dequant")
     if output is not None:
         y = fake_quantize(case.x, case.recipe, **arguments)
-        yield case.key("output"), y.astype(output.dtype), output, skip
+        name = "dequant" if case.part("output") is None else "output"
+        yield case.key(name), y.astype(output.dtype), output, skip
     gradient = case.part("grad_clip")
     if gradient is not None:
         upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")

@@ -142,11 +142,17 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
         TypeError, NotImplementedError, BufferError: as `as_array`.
     """
     prefix = f"{operation}: " if operation else ""
+    check_one_device(operation, **named)
+    return tuple(None if x is None else as_array(x, prefix + name) for name, x in named.items())
+
+
+def check_one_device(operation: str = "", /, **named: Any) -> None:
+    """Raise ValueError, naming each array's device, unless all arrays that are not None are on one device."""
+    prefix = f"{operation}: " if operation else ""
     devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
     if len(set(devices.values())) > 1:
         places = ", ".join(f"{name} {'is ' * (i == 0)}on {place}" for i, (name, place) in enumerate(devices.items()))
         raise ValueError(f"{prefix}{places}; all arrays of one call must be on one device; move them to one first")
-    return tuple(None if x is None else as_array(x, prefix + name) for name, x in named.items())
 
 
 def device_name(x: Any, name: str = "x") -> str:

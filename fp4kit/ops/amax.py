@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.interop import as_array
-from fp4kit.ops import check
-from fp4kit.ops.prepare import prepare, stack
+from fp4kit.ops import check, on_device
+from fp4kit.ops.prepare import import_arrays, prepare, stack
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 
@@ -29,6 +28,8 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
     if recipe is None:
         return _plain_amax(x, axis)
     p = prepare("amax", x, recipe, -1 if axis is None else axis)
+    if p.on_device:
+        return on_device.amax(p)
     if p.recipe.block is None:
         from fp4kit.ops.quantize import compute_tensor_amax
 
@@ -49,8 +50,10 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
 
 
 def _plain_amax(x: Any, axis: Any) -> np.ndarray:
-    x = as_array(x, "amax: x")
+    (x,) = import_arrays("amax", x=x)
     check.check_float("amax", x)
+    if not isinstance(x, np.ndarray):
+        return on_device.plain_amax(x, axis)
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
     chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)

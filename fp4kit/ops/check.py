@@ -59,10 +59,12 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
         raise ValueError(f"{op}: {name} is read-only; needs a writable array")
 
 
-def check_quantized(op: str, q: Any, name: str = "q") -> None:
-    """q must be a Quantized."""
+def check_quantized(op: str, q: Any, name: str = "q", on_device: bool = False) -> None:
+    """q must be a Quantized, of NumPy arrays unless the caller says that a GPU will do."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+    if not on_device and not isinstance(q.packed, np.ndarray):
+        raise NotImplementedError(f"{op}: {name} is on a GPU, where {op} has no kernel yet; use its arrays' .get() on the CPU")
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
@@ -75,10 +77,7 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
     """tensor_amax as float32 of its canonical shape: () or (E,) for "tensor", rows for "row", blocks for "block"."""
     if recipe.tensor_scaling == "none":
         raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
-    amax = np.asarray(amax)
-    if amax.dtype.kind not in "fiu" and amax.dtype not in FLOATS:
-        raise TypeError(f"{op}: tensor_amax is {amax.dtype}; needs a real number or a float array")
-    amax = _reshape_amax(op, amax.astype(np.float32), moved_shape, recipe)
+    amax = reshape_amax(op, _real(op, "tensor_amax", amax), moved_shape, recipe)
     bad = ~(amax >= 0)
     if bad.any():
         what = "NaN" if np.isnan(amax).any() else "negative"
@@ -86,7 +85,17 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
     return amax
 
 
-def _reshape_amax(op: str, amax: np.ndarray, moved_shape: tuple[int, ...], recipe: Recipe) -> np.ndarray:
+def _real(op: str, name: str, amax: Any) -> np.ndarray:
+    """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
+    array = np.asarray(amax)
+    if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
+def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
+    """tensor_amax in its canonical shape; trailing axes of length 1 may be missing or left over."""
     wanted = tensor_amax_shape(moved_shape, recipe)
     allowed = [wanted]
     if recipe.tensor_scaling == "tensor":
@@ -108,7 +117,7 @@ def check_block_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: R
     """Calibrated block amaxes as float32 (..., K/block)."""
     if not recipe.static:
         raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
-    amax = np.asarray(amax).astype(np.float32)
+    amax = _real(op, "block_amax", amax)
     wanted = scale_shape(moved_shape, recipe)
     if amax.size != prod(wanted):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")

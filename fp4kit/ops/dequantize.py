@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.layouts import unswizzle_scales
-from fp4kit.ops import check
+from fp4kit.ops import check, on_device
 from fp4kit.ops.quantize import matrix_part
 from fp4kit.quantized import Quantized
 from fp4kit.reference.dequantize import dequantize_matrix
@@ -25,13 +25,15 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
     Exact: what the recipe's producer decodes.
     """
-    check.check_quantized("dequantize", q)
+    check.check_quantized("dequantize", q, on_device=True)
     wanted = np.dtype(q.dtype if dtype is None else dtype)
     if wanted not in check.FLOATS:
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
-    if out is not None:
+    if out is not None and isinstance(q.packed, np.ndarray):
         check.check_out("dequantize", "out", out, q.shape, wanted)
     _check_tensor_amax(q)
+    if not isinstance(q.packed, np.ndarray):
+        return on_device.dequantize(q, wanted, out)
     moved = np.empty(q.moved_shape, wanted)
     if moved.size:
         _run(q, moved)

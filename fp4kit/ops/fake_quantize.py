@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from fp4kit.interop import as_array
-from fp4kit.ops import check
+from fp4kit.ops import check, on_device
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.prepare import Prepared, prepare, stack
-from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared
+from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared, random_source
 from fp4kit.quantized import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -37,6 +37,10 @@ def fake_quantize(
     """
     r = find_recipe(recipe)
     p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
+    if p.on_device:
+        if r.fake_rule is not None:
+            raise NotImplementedError(f"fake_quantize: {r.id} has no CUDA kernel; compute on the CPU with cupy.asnumpy(x)")
+        return on_device.fake_quantize("fake_quantize", p, random_source("fake_quantize", p, rounding))
     if r.fake_rule is None:
         return dequantize(quantize_prepared("fake_quantize", p, "linear", rounding, False, None))
     if rounding != "nearest":

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.interop import as_arrays
+from fp4kit.cuda import loader
+from fp4kit.interop import as_arrays, check_one_device, device_name
 from fp4kit.ops import check
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -16,23 +17,41 @@ from fp4kit.recipes import recipe as find_recipe
 class Prepared(NamedTuple):
     """x as given, its recipe, the axis as a non-negative number, x with that axis last, and the other arrays of the call."""
 
-    x: np.ndarray
+    x: Any
     recipe: Recipe
     axis: int
-    moved: np.ndarray
+    moved: Any
     others: dict[str, Any]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the arrays are CuPy arrays."""
+        return not isinstance(self.x, np.ndarray)
 
 
 def prepare(op: str, x: Any, recipe: str | Recipe, axis: int, **others: Any) -> Prepared:
     """Import x and the other arrays (None and numbers stay), check dtype, axis and length."""
     r = find_recipe(recipe)
     given = {name: a for name, a in others.items() if _is_array(a)}
-    x, *arrays = as_arrays(op, x=x, **given)
+    x, *arrays = import_arrays(op, x=x, **given)
     others |= dict(zip(given, arrays, strict=True))
     check.check_float(op, x)
     axis = check.check_axis(op, axis, x.ndim)
     check.check_length(op, axis, x.shape[axis], r)
     return Prepared(x, r, axis, np.moveaxis(x, axis, -1), others)
+
+
+def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
+    """The arrays without a copy, all of one device: NumPy arrays, or CuPy arrays where they are on a GPU."""
+    if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
+        return as_arrays(op, **named)
+    check_one_device(op, **named)
+    cupy = loader.cupy()
+    return tuple(a if isinstance(a, cupy.ndarray) else cupy.from_dlpack(a) for a in named.values())
+
+
+def _on_cuda(a: Any, name: str) -> bool:
+    return device_name(a, name).startswith("cuda")
 
 
 def _is_array(a: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp4kit.layouts import check_layout, padded_shape, swizzle_scales
-from fp4kit.ops import check
+from fp4kit.ops import check, on_device
 from fp4kit.ops.prepare import Prepared, prepare, stack
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -84,7 +84,7 @@ def quantize_both(
     p = prepare("quantize_both", x, recipe, -1, tensor_amax=tensor_amax, block_amax=None, seed=seed)
     if p.x.ndim < 2:
         raise ValueError(f"quantize_both: x is {p.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
-    if isinstance(p.others["seed"], np.ndarray):
+    if getattr(p.others["seed"], "ndim", 0):
         raise TypeError("quantize_both: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     other = None if seed is None else operator.index(seed) + 1
     column = prepare("quantize_both", x, recipe, -2, tensor_amax=tensor_amax, block_amax=None, seed=other)
@@ -99,8 +99,10 @@ def quantize_prepared(op: str, p: Prepared, layout: str, rounding: str, hadamard
     if layout != "linear" and p.x.ndim < 2:
         raise ValueError(f"{op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
     mask = _sign_mask(op, hadamard, p)
+    random = random_source(op, p, rounding)
+    if p.on_device:
+        return on_device.quantize(op, p, layout, random, mask, out)
     amax, block_amax = given_amaxes(op, p)
-    random = _random(op, p, rounding)
     packed, scales = _outputs(op, p, layout, out, amax)
     if amax is None and p.recipe.tensor_scaling != "none":
         amax = compute_tensor_amax(p.moved, p.recipe, mask)
@@ -130,7 +132,7 @@ def given_amaxes(op: str, p: Prepared) -> tuple[np.ndarray | None, np.ndarray | 
     return amax, block_amax
 
 
-def _random(op: str, p: Prepared, rounding: str) -> np.ndarray | int | None:
+def random_source(op: str, p: Prepared, rounding: str) -> np.ndarray | int | None:
     """The seed as an int, or random bytes with the quantized axis last; None for nearest rounding."""
     seed = p.others["seed"]
     if rounding not in ("nearest", "stochastic"):
@@ -141,7 +143,7 @@ def _random(op: str, p: Prepared, rounding: str) -> np.ndarray | int | None:
         return None
     if p.recipe.element.is_integer or p.recipe.four_over_six:
         raise ValueError(f"{op}: {p.recipe.id} has no stochastic rounding; it needs float elements and one scale per block")
-    if isinstance(seed, np.ndarray) and seed.ndim:
+    if getattr(seed, "ndim", 0):
         if seed.dtype != np.uint8 or seed.shape != p.x.shape:
             raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {p.x.shape}, or pass an int")
         return np.moveaxis(seed, p.axis, -1)
@@ -215,14 +217,14 @@ def _run(
     for i, matrix in enumerate(x):
         options = Options(
             None if block_rows is None else block_rows[i][:: p.recipe.block_rows],
-            _random_source(random, p.recipe, i, (M, K)),
+            _matrix_source(random, p.recipe, i, (M, K)),
             mask,
         )
         out_scales = None if scale_rows is None else scale_rows[i]
         quantize_matrix(matrix, p.recipe, matrix_part(amax, p.recipe, i, x.shape), codes[i], out_scales, options)
 
 
-def _random_source(random: np.ndarray | int | None, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
+def _matrix_source(random: np.ndarray | int | None, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
     """Random bytes of a tile of matrix i: cut from the given ones, or from the counter-based stream."""
     M, K = shape
     if random is None:

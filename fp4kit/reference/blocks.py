@@ -27,10 +27,14 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
     """Largest of float32 a >= 0 along axis, 0 for none. NaN as the recipe says (Recipe.amax_nan)."""
     if recipe.amax_nan == "propagate":
         return np.max(a, axis=axis, initial=np.float32(0))
-    if recipe.amax_nan == "lanes" and axis == -1:
-        even, odd = (np.fmax.reduce(a[..., lane::2], axis=-1) for lane in (0, 1))
-        return np.where(even > odd, even, odd)
-    return np.fmax.reduce(a, axis=axis, initial=np.float32(0))
+    nan = np.isnan(a)
+    if not nan.any():
+        return np.max(a, axis=axis, initial=np.float32(0))
+    counted = np.where(nan, np.float32(0), a)
+    if recipe.amax_nan != "lanes" or axis != -1:
+        return np.max(counted, axis=axis, initial=np.float32(0))
+    lanes = [np.where(nan[..., i::2].all(axis=-1), np.float32(np.nan), counted[..., i::2].max(axis=-1)) for i in (0, 1)]
+    return np.where(lanes[0] > lanes[1], lanes[0], lanes[1])
 
 
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -82,8 +82,10 @@ def encode(
     sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too).
     Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too); NaN becomes
     nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
-    Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: see encode_e8m0, which has other roundings.
+    Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
     """
+    if not fmt.has_zero:
+        return encode_e8m0(x, rounding)
     x = np.asarray(x, np.float32)
     nan = np.isnan(x)
     any_nan = bool(nan.any())
@@ -114,11 +116,14 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     """E8M0 codes of float32 x >= 0: exponent + 127, uint8, same shape.
 
     rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" nearest with 1.5 * 2^k up.
+    Raises ValueError for another rounding.
     Numerics: 0 and values up to 2^-127 -> 0 (which means 2^-127); above 2^127, and +inf, -> 254; NaN and x < 0 -> 255.
     """
     bits = np.asarray(x, np.float32).view(np.int32)
     field, mantissa = bits >> 23, bits & 0x7FFFFF
     # A subnormal is mantissa * 2^-149, and code 0 stands for 2^-127 = 0x400000 * 2^-149.
+    if rounding not in ("rp", "rz", "rn"):
+        raise ValueError(f"encode_e8m0: rounding is {rounding!r}; needs 'rp', 'rz' or 'rn'")
     up: np.ndarray = {
         "rp": np.where(field == 0, mantissa > 0x400000, mantissa > 0),
         "rz": np.zeros(np.shape(bits), bool),

@@ -8,17 +8,10 @@ BLOCK = 16
 TE_SIGN_MASK = 0xD7E8  # bit i set: input i of a block is negated
 
 
-def hadamard_matrix(sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
-    """T = diag(s) H16 / 4, float64 (16, 16): y = x @ T. H16 is Sylvester's matrix, s_i = -1 where bit i of sign_mask is set."""
-    H = np.array([[1.0]])
-    while len(H) < BLOCK:
-        H = np.block([[H, H], [H, -H]])
-    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(BLOCK)) & 1)
-    return signs[:, None] * H / 4
-
-
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     """y_j = 1/4 sum_i s_i H_ij x_i over each block of 16 along the last axis; same shape and dtype as x.
+
+    H is Sylvester's matrix of order 16, s_i = -1 where bit i of sign_mask is set, else 1.
 
     Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
     device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf - inf is NaN).

@@ -1,0 +1,66 @@
+// amax: the largest magnitude of a whole array, of each row, or of each run of kBlock elements.
+//
+// Transform says whether each run goes through the Hadamard transform first; arrays then are whole runs.
+// Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
+#include "block.cuh"
+#include "memory.cuh"
+
+constexpr int kThreads = 256, kRun = 16;
+
+struct Arguments {
+  const void* x;  // rows x columns elements, contiguous
+  u32* amax;      // bits of float32: one, set to 0 before; or one a row
+  i64 rows, columns;
+};
+
+template <AmaxInput kInput>
+FP4KIT_DEVICE u32 counted_bits(float x) {
+  const u32 bits = bits_of(x) & 0x7FFFFFFFu;
+  if constexpr (kInput == AmaxInput::no_nan) return bits > kInfinityBits ? 0u : bits;
+  if constexpr (kInput == AmaxInput::finite) return bits >= kInfinityBits ? 0u : bits;
+  return bits;
+}
+
+// Largest of the elements [first, first + count) that thread `lane` of `lanes` takes.
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
+  u32 largest = 0u;
+  const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
+  for (i64 i = lane; i < runs; i += lanes) {
+    float run[kRun];
+    load_run<In, kRun, kAligned>(x + i * kRun, run);
+    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask, In>(run);
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) largest = maximum(largest, counted_bits<kInput>(run[j]));
+  }
+  for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
+  return largest;
+}
+
+FP4KIT_DEVICE u32 largest_of_block(u32 mine) {
+  __shared__ u32 parts[kThreads];
+  parts[threadIdx.x] = mine;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (threadIdx.x < half) parts[threadIdx.x] = maximum(parts[threadIdx.x], parts[threadIdx.x + half]);
+    __syncthreads();
+  }
+  const u32 result = parts[0];
+  __syncthreads();
+  return result;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(Arguments a) {
+  const typename Input::Bits* x = static_cast<const typename Input::Bits*>(a.x);
+  const i64 lane = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, lanes = static_cast<i64>(gridDim.x) * kThreads;
+  const u32 largest = largest_of_block(largest_bits<Input, kCounted, kAligned>(x, a.rows * a.columns, lane, lanes));
+  if (threadIdx.x == 0) atomicMax(a.amax, largest);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(Arguments a) {
+  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const typename Input::Bits* x = static_cast<const typename Input::Bits*>(a.x) + row * a.columns;
+    const u32 largest = largest_of_block(largest_bits<Input, kCounted, kAligned>(x, a.columns, threadIdx.x, kThreads));
+    if (threadIdx.x == 0) a.amax[row] = largest;
+  }
+}

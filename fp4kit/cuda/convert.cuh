@@ -1,0 +1,138 @@
+// encode and decode of one value, for any element format; the twin of reference/codec.py.
+//
+// A format F is a struct that the loader writes from formats.py: kExponentBits, kMantissaBits, kBias, kEmin, kSignBit, kMaxCode,
+// kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value).
+#pragma once
+
+#include "ptx.cuh"
+
+enum class Rounding { rn, rz, rnz };
+enum class Sign { signbit, negative, not_positive };
+
+template <class F>
+FP4KIT_DEVICE float max_of() { return float_of(F::kMaxBits); }
+
+// Code of a >= 0, not NaN; saturates.
+//   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
+// Adding 2^(e + 23 - M) rounds a to the grid in one addition; the difference of the bit patterns is the rounded significand.
+template <class F, Rounding kRounding>
+FP4KIT_DEVICE u32 encode_magnitude(float a) {
+  a = fminf(a, max_of<F>());
+  const u32 least = static_cast<u32>(F::kEmin + 127) << 23;
+  const u32 e = maximum(bits_of(a) & kInfinityBits, least);
+  const u32 base = ((e - least) >> 23) << F::kMantissaBits;
+  const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
+  if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
+  if constexpr (kRounding == Rounding::rz) return base + (bits_of(add_rz(a, magic)) - bits_of(magic));
+  const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);  // exact
+  return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
+}
+
+template <Sign kSign>
+FP4KIT_DEVICE bool has_sign(float x) {
+  if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
+  if constexpr (kSign == Sign::negative) return x < 0.0f;
+  return !(x > 0.0f);
+}
+
+// Code of x. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
+template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
+FP4KIT_DEVICE u32 encode(float x) {
+  if (is_nan(x)) return kNan;
+  if constexpr (F::kIsInteger) {
+    const float least = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
+    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), least), max_of<F>()))) & ((1u << F::kBits) - 1u);
+  } else {
+    return encode_magnitude<F, kRounding>(magnitude_of(x)) | (has_sign<kSign>(x) ? F::kSignBit : 0u);
+  }
+}
+
+// encode of a value that is not NaN, rn, with its sign: what is left of the work in a block of finite elements.
+template <class F>
+FP4KIT_DEVICE u32 encode_finite_rn(float x) {
+  const u32 least = static_cast<u32>(F::kEmin + 127) << 23;
+  const float a = fminf(magnitude_of(x), max_of<F>());
+  const u32 e = maximum(bits_of(a) & kInfinityBits, least);
+  const u32 magic = e + (static_cast<u32>(23 - F::kMantissaBits) << 23);
+  const u32 rounded = bits_of(a + float_of(magic)) - magic + (e >> (23 - F::kMantissaBits)) - (least >> (23 - F::kMantissaBits));
+  return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
+}
+
+// Code of x rounded up or down with probability by distance: rz(|x| + random / 256 * step(|x|)). See reference/stochastic.py.
+template <class F>
+FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
+  if (is_nan(x)) return F::kNanCode;
+  const float a = fminf(magnitude_of(x), max_of<F>());
+  const u32 e = maximum(bits_of(a) & kInfinityBits, static_cast<u32>(F::kEmin + 127) << 23);
+  const float step = float_of(e - (static_cast<u32>(F::kMantissaBits) << 23));
+  const float t = a + static_cast<float>(random) * (1.0f / 256.0f) * step;
+  return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
+}
+
+// Value of a code. The exponent and mantissa bits, moved into place, are the value times 2^(bias - 127).
+template <class F>
+FP4KIT_DEVICE float decode(u32 code) {
+  if constexpr (F::kIsInteger) {
+    return static_cast<float>(static_cast<i32>(code << (32 - F::kBits)) >> (32 - F::kBits));
+  } else {
+    const u32 magnitude = code & (F::kSignBit - 1u);
+    float value = float_of(magnitude << (23 - F::kMantissaBits)) * float_of(static_cast<u32>(254 - F::kBias) << 23);
+    if constexpr (F::kHasNan) {
+      if (magnitude > F::kMaxCode) value = magnitude == F::kInfinityCode ? float_of(kInfinityBits) : nan_value();
+    }
+    return float_of(bits_of(value) | (code & F::kSignBit ? 0x80000000u : 0u));
+  }
+}
+
+// E8M0: exponent + 127, rounded up; 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x < 0. PTX cvt.rp.satfinite.ue8m0.
+FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
+  if (is_nan(x) || x < 0.0f) return 255u;
+  const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
+  const u32 up = field == 0u ? mantissa > 0x400000u : mantissa > 0u;
+  return minimum(field + up, 254u);
+}
+
+// 2^(code - 127); 0 is the subnormal 2^-127, 255 is NaN.
+FP4KIT_DEVICE float decode_e8m0(u32 code) {
+  return code == 255u ? nan_value() : float_of(code == 0u ? 0x00400000u : code << 23);
+}
+
+// 2^(127 - code); 254 gives the subnormal 2^-127, 255 NaN.
+FP4KIT_DEVICE float inverse_e8m0(u32 code) {
+  return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
+}
+
+// Input and output types, by tag.
+struct Float32 {
+  using Bits = float;
+  FP4KIT_DEVICE float widen(float x) { return x; }
+  FP4KIT_DEVICE float narrow(float x) { return x; }
+};
+struct Float16 {
+  using Bits = u16;
+  FP4KIT_DEVICE float widen(u16 x) { return widen_f16(x); }
+  FP4KIT_DEVICE u16 narrow(float x) { return narrow_f16(x); }
+  FP4KIT_DEVICE u32 narrow_pair(float low, float high) { return narrow_f16x2(low, high); }
+};
+struct Bfloat16 {
+  using Bits = u16;
+  FP4KIT_DEVICE float widen(u16 x) { return widen_bf16(x); }
+  FP4KIT_DEVICE u16 narrow(float x) { return narrow_bf16(x); }
+  FP4KIT_DEVICE u32 narrow_pair(float low, float high) { return narrow_bf16x2(low, high); }
+};
+
+// x rounded to a type, as float32.
+template <class T>
+FP4KIT_DEVICE float round_to(float x) { return T::widen(T::narrow(x)); }
+
+// A double rounded once to a type, as float32. By way of a float32 rounded to odd, whose 24 bits are enough for 8 and 11.
+template <class T>
+FP4KIT_DEVICE float round_double_to(double x) {
+  const float near = static_cast<float>(x);
+  if constexpr (sizeof(typename T::Bits) == 4) return near;
+  if (static_cast<double>(near) == x || !is_finite(near)) return round_to<T>(near);
+  const bool away = (near > x) == (x > 0.0);  // near is farther from zero than x
+  const u32 truncated = bits_of(near) - (away ? 1u : 0u);
+  return round_to<T>(float_of(truncated | 1u));
+}
+

@@ -1,0 +1,154 @@
+"""Launchers: choose the instantiation for a call, allocate outputs, launch on the current stream. No synchronization anywhere.
+
+Arrays are CuPy arrays of one device, with the quantized axis last; matrices (B, M, K) as in ops.prepare.stack.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.layouts import padded_shape
+from fp4kit.recipes import Recipe
+
+THREADS = 256
+BLOCKS_PER_SM = 16
+_POINTER = "u8"
+QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random")
+_QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
+_DEQUANTIZE = np.dtype(
+    [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [("rows", "i8"), ("columns", "i8")]
+)
+_AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
+
+
+@cache
+def _multiprocessors(device: int) -> int:
+    return int(loader.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
+
+
+def _grid(work_blocks: int, device: int) -> int:
+    return max(min(work_blocks, _multiprocessors(device) * BLOCKS_PER_SM), 1)
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else array.data.ptr
+
+
+def _aligned(array: Any, run_bytes: int) -> bool:
+    return array.data.ptr % 16 == 0 and run_bytes % 16 == 0
+
+
+def _rows_and_columns(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
+    """Shape that a kernel sees: without blocks, and with one scale for all, one long row."""
+    rows, columns = shape
+    return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
+
+
+def kind_of(r: Recipe) -> str:
+    """The kernel file that quantizes a recipe: by rows of blocks, by tiles of threads, or without blocks."""
+    if r.block is None:
+        return "quantize_plain"
+    return "quantize_tile" if r.block_rows > 1 or r.four_over_six else "quantize"
+
+
+@cache
+def _quantize_function(
+    r: Recipe, dtype: np.dtype, aligned: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
+) -> Any:
+    file = kind_of(r)
+    struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
+    source = instantiation(file, struct, Input=TYPES[dtype], kAligned=aligned)
+    return loader.function(source, f"{file}_kernel", device)
+
+
+def _work_blocks(r: Recipe, rows: int, columns: int) -> int:
+    """Thread blocks that a matrix keeps busy once."""
+    file = kind_of(r)
+    if file == "quantize_tile":
+        wide = -(-(columns // r.block_size) // (THREADS // r.block_rows))
+        return -(-rows // r.block_rows) * wide
+    runs = rows * -(-columns // 16) if file == "quantize_plain" else rows * (columns // r.block_size)
+    return -(-runs // THREADS)
+
+
+def quantize_matrix(
+    x: Any,
+    r: Recipe,
+    layout: str,
+    amax: Any,
+    packed: Any,
+    scales: Any,
+    tensor_scale: Any,
+    *,
+    values: Any = None,
+    seed: int | None = None,
+    random: Any = None,
+    mask: int | None = None,
+    block_amax: Any = None,
+) -> None:
+    """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead."""
+    rows, columns = _rows_and_columns(x.shape, r)
+    aligned = _aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
+    stochastic = seed is not None or random is not None
+    device = x.device.id
+    call = _quantize_function(r, x.dtype, aligned, layout, values is not None, stochastic, mask, device)
+    arrays = (x, packed, scales, values, amax, tensor_scale, block_amax, random)
+    arguments = np.array([(*map(_address, arrays), seed or 0, rows, columns)], _QUANTIZE)
+    call((_grid(_work_blocks(r, rows, columns), device),), (THREADS,), (arguments,))
+
+
+@cache
+def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
+    source = instantiation("dequantize", recipe_struct(r, layout), Input=TYPES[original], Output=TYPES[dtype])
+    return loader.function(source, "dequantize_kernel", device)
+
+
+def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
+    """Values of contiguous packed codes into values (M, K)."""
+    rows, columns = values.shape
+    if layout == "linear" and r.tensor_scaling != "row":
+        rows, columns = 1, rows * columns
+    device = values.device.id
+    call = _dequantize_function(r, layout, original, values.dtype, device)
+    arguments = np.array([(*map(_address, (packed, scales, values, amax)), rows, columns)], _DEQUANTIZE)
+    call((_grid(-(-rows * -(-columns // 16) // THREADS), device),), (THREADS,), (arguments,))
+
+
+@cache
+def _amax_function(kernel: str, dtype: np.dtype, counted: str, aligned: bool, mask: int | None, device: int) -> Any:
+    transform = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
+    transform += f"static constexpr u32 kSignMask = {mask or 0}u; }};"
+    source = instantiation("amax", transform, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned)
+    return loader.function(source, kernel, device)
+
+
+def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
+    """Largest magnitude of a contiguous array (float32 ()), or of each row (M,). counted: "all", "no_nan" or "finite".
+
+    mask: sign mask of a Hadamard transform that each run of 16 goes through first.
+    """
+    cupy = loader.cupy()
+    rows, columns = x.shape if by_row else (1, x.size)
+    aligned = _aligned(x, columns * x.dtype.itemsize if by_row else 16)
+    kernel = "amax_rows_kernel" if by_row else "amax_kernel"
+    call = _amax_function(kernel, x.dtype, counted, aligned, mask, x.device.id)
+    out = cupy.zeros(rows if by_row else (), np.float32)
+    arguments = np.array([(x.data.ptr, out.data.ptr, rows, columns)], _AMAX)
+    work = rows if by_row else -(-x.size // (16 * THREADS))
+    call((_grid(work, x.device.id),), (THREADS,), (arguments,))
+    return out
+
+
+COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
+
+
+def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
+    """Block scales in a layout, padding zero."""
+    cupy = loader.cupy()
+    return cupy.empty(shape, np.uint8) if layout == "linear" else cupy.zeros(padded_shape(shape, layout), np.uint8)

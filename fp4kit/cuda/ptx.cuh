@@ -1,0 +1,147 @@
+// One function per PTX instruction, with a software twin of the same result where an architecture, or the host, lacks it.
+// Build with -fmad=false -ftz=false -prec-div=true: plain +, *, / are then rn and keep subnormals.
+#pragma once
+
+#include "types.cuh"
+
+// Subnormal -> zero of the same sign.
+FP4KIT_DEVICE float flush(float x) { return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x; }
+
+FP4KIT_DEVICE float mul_ftz(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return flush(flush(a) * flush(b));
+#endif
+}
+
+FP4KIT_DEVICE float div_ftz(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("div.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return flush(flush(a) / flush(b));
+#endif
+}
+
+// rcp.approx.ftz.f32. The host twin follows the table measured on sm_90 (see reference/arith.py).
+#ifdef __CUDA_ARCH__
+FP4KIT_DEVICE float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+#else
+float rcp_approx_ftz(float x);
+#endif
+
+// 2^22 + a-like sums toward zero; a >= 0 and b > 0.
+FP4KIT_DEVICE float add_rz(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rz(a, b);
+#else
+  const double exact = static_cast<double>(a) + b;  // both within 53 bits of each other where this is used
+  const float near = static_cast<float>(exact);
+  return near > exact ? float_of(bits_of(near) - 1) : near;
+#endif
+}
+
+// float16 bits <-> float32: exact one way, rn the other way (overflow to inf).
+FP4KIT_DEVICE float widen_f16(u16 half) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(half));
+  return y;
+#else
+  _Float16 h;
+  __builtin_memcpy(&h, &half, 2);
+  return static_cast<float>(h);
+#endif
+}
+
+FP4KIT_DEVICE u16 narrow_f16(float x) {
+#ifdef __CUDA_ARCH__
+  u16 half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+#else
+  const _Float16 h = static_cast<_Float16>(x);
+  u16 half;
+  __builtin_memcpy(&half, &h, 2);
+  return half;
+#endif
+}
+
+// bfloat16 bits <-> float32: exact one way, rn the other way; NaN stays a quiet NaN.
+FP4KIT_DEVICE float widen_bf16(u16 x) { return float_of(static_cast<u32>(x) << 16); }
+
+FP4KIT_DEVICE u16 narrow_bf16(float x) {
+  const u32 bits = bits_of(x);
+  if (is_nan(x)) return static_cast<u16>((bits >> 16) | 0x40u);
+  return static_cast<u16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// prmt.b32: byte i of the result is the byte of (b, a), numbered 0 to 7 from the low end of a, that nibble i of the selector names; a
+// nibble with its top bit set gives eight copies of that byte's top bit.
+FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(selector));
+  return y;
+#else
+  const u64 bytes = a | static_cast<u64>(b) << 32;
+  u32 result = 0u;
+  for (int i = 0; i < 4; ++i) {
+    const u32 nibble = selector >> (4 * i) & 15u, byte = static_cast<u32>(bytes >> (8 * (nibble & 7u))) & 0xFFu;
+    result |= (nibble & 8u ? (byte & 0x80u ? 0xFFu : 0u) : byte) << (8 * i);
+  }
+  return result;
+#endif
+}
+
+// Two floats rounded to a 16-bit type, `low` in the low half.
+FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return narrow_bf16(low) | static_cast<u32>(narrow_bf16(high)) << 16;
+#endif
+}
+
+FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+#else
+  return narrow_f16(low) | static_cast<u32>(narrow_f16(high)) << 16;
+#endif
+}
+
+// The larger of the low halves and of the high halves, unsigned.
+FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  u32 y;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return maximum(a & 0xFFFFu, b & 0xFFFFu) | maximum(a >> 16, b >> 16) << 16;
+#endif
+}
+
+// Two E2M1 codes of two floats, rn, satfinite: a in the low nibble. Blackwell has an instruction for it.
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
+#define FP4KIT_HAS_CVT_E2M1 1
+FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {
+  u32 packed;
+  asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+#else
+#define FP4KIT_HAS_CVT_E2M1 0
+#endif

@@ -1,0 +1,95 @@
+"""What a kernel is instantiated with, written as C++ from formats.py and recipes.py, so that no fact is stated twice."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.formats import E4M3, ElementFormat
+from fp4kit.recipes import Recipe
+
+TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
+DECODE_RULES = {"e8m0": "decode_e8m0_rule"}  # the others are decode_<rule>
+
+
+def format_struct(f: ElementFormat) -> str:
+    """A struct of the facts of one format."""
+    facts = {
+        "int kExponentBits": f.exponent_bits,
+        "int kMantissaBits": f.mantissa_bits,
+        "int kBits": f.bits,
+        "int kBias": f.bias,
+        "int kEmin": f.emin,
+        "int kEmax": f.emax,
+        "u32 kSignBit": f.sign_bit,
+        "u32 kMaxCode": f.max_code,
+        "u32 kNanCode": f.nan_code,
+        "u32 kInfinityCode": f.max_code + 1 if f.specials == "ieee" else 0xFFFF,
+        "u32 kMaxBits": int(np.float32(f.max).view(np.uint32)),
+        "bool kHasNan": f.specials != "none",
+        "bool kIsInteger": f.is_integer,
+    }
+    return f"struct {f.name} {{ {' '.join(_constant(name, value) for name, value in facts.items())} }};"
+
+
+def _constant(name: str, value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
+    return f"static constexpr {name} = {text};"
+
+
+def recipe_struct(
+    r: Recipe,
+    layout: str = "linear",
+    *,
+    fake: bool = False,
+    stochastic: bool = False,
+    sign_mask: int | None = None,
+) -> str:
+    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options."""
+    nan_code = r.element.nan_code if r.nan_code is None else r.nan_code
+    facts = {
+        "int kBlock": r.block_size if r.block else 16,
+        "int kBlockRows": r.block_rows,
+        "int kScaleMax": r.scale_max,
+        "u32 kNanCode": nan_code,
+        "u32 kSignMask": sign_mask or 0,
+        "bool kHasBlocks": r.block is not None,
+        "bool kHasScales": r.scale is not None,
+        "bool kHasTable": r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1,
+        "bool kPropagateNan": r.amax_nan == "propagate",
+        "bool kFlush": r.flush,
+        "bool kZeroFactor": r.flush and r.scale is E4M3,
+        "bool kDivide": r.apply == "divide",
+        "bool kRoundScaled": r.round_scaled,
+        "bool kNanIsMax": r.nan_is_max,
+        "bool kNarrow": r.narrow,
+        "bool kFastPath": (r.rounding, r.sign, r.apply) == ("rn", "signbit", "multiply")
+        and not (r.element.is_integer or stochastic or fake or sign_mask is not None),
+        "bool kFourOverSix": r.four_over_six is not None,
+        "bool kSquaredError": r.four_over_six == "mse",
+        "bool kFastError": r.fast_error,
+        "bool kFake": fake,
+        "bool kStochastic": stochastic,
+        "bool kHadamard": sign_mask is not None,
+        "AmaxNan kAmaxNan": f"AmaxNan::{r.amax_nan}",
+        "Rounding kRounding": f"Rounding::{r.rounding}",
+        "Sign kSign": f"Sign::{r.sign}",
+        "ScaleLayout kLayout": f"ScaleLayout::{layout}",
+        "TensorScaling kTensorScaling": f"TensorScaling::{r.tensor_scaling}",
+    }
+    formats = {f.name: format_struct(f) for f in (r.element, r.scale or E4M3)}
+    names = [
+        f"using Element = {r.element.name};",
+        f"using Scale = {(r.scale or E4M3).name};",
+        f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
+        f"using BlockRule = block_{'none' if r.block_rule in (None, 'four_over_six') else r.block_rule};",
+        f"using DecodeRule = {_decode_rule(r)};",
+    ]
+    constants = [_constant(name, value) for name, value in facts.items()]
+    return "\n".join([*formats.values(), f"struct R {{ {' '.join(names + constants)} }};"])
+
+
+def _decode_rule(r: Recipe) -> str:
+    if r.scale is None and r.decode_rule == "product":
+        return "decode_tensor"
+    return DECODE_RULES.get(r.decode_rule, f"decode_{r.decode_rule}")

@@ -1,0 +1,34 @@
+// Names of types and qualifiers, and the bit casts. No CUDA header is needed: NVRTC knows the rest.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+#define FP4KIT_DEVICE static __device__ __forceinline__
+
+constexpr float kFltMax = 3.402823466e+38f;
+constexpr float kFltMin = 1.175494351e-38f;  // smallest normal
+constexpr u32 kInfinityBits = 0x7F800000u;
+
+FP4KIT_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+FP4KIT_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+FP4KIT_DEVICE bool is_nan(float x) { return (bits_of(x) & 0x7FFFFFFFu) > kInfinityBits; }
+FP4KIT_DEVICE bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < kInfinityBits; }
+FP4KIT_DEVICE float magnitude_of(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }
+FP4KIT_DEVICE u32 sign_of(float x) { return bits_of(x) >> 31; }
+FP4KIT_DEVICE float nan_value() { return float_of(0x7FC00000u); }
+
+// i / n for 0 <= i < count: in 32 bits where they are enough, which is several times as fast.
+FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
+  if (n == 1) return i;
+  return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
+}
+
+template <class T>
+FP4KIT_DEVICE T minimum(T a, T b) { return a < b ? a : b; }
+template <class T>
+FP4KIT_DEVICE T maximum(T a, T b) { return a < b ? b : a; }

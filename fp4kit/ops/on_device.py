@@ -1,0 +1,251 @@
+"""The operations on CuPy arrays: allocate on the array's device and launch on its current stream, without synchronization.
+
+Each function here has the arguments that its namesake in ops has after preparation. Rows of x are made contiguous first where
+they are not, with blocks along the last axis.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import launch, loader
+from fp4kit.layouts import padded_shape
+from fp4kit.ops import check
+from fp4kit.ops.prepare import Prepared
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.reference.scaling import tensor_scale
+
+
+def check_supported(op: str, r: Recipe) -> None:
+    """Block shapes that the kernels have."""
+    rows, columns = r.block or (1, 16)
+    tile = rows > 1 or r.four_over_six is not None
+    if columns % 16 or (tile and columns > 32) or launch.THREADS % rows:
+        raise NotImplementedError(
+            f"{op}: blocks of {rows}x{columns} have no CUDA kernel; needs columns in multiples of 16 (at most 32 for blocks of "
+            "several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
+        )
+
+
+def tensor_amax(op: str, p: Prepared, x: Any, mask: int | None) -> Any:
+    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor scale."""
+    r = p.recipe
+    if r.tensor_scaling == "none":
+        return None if p.others.get("tensor_amax") is None else check.check_tensor_amax(op, p.others["tensor_amax"], x.shape, r)
+    given = p.others.get("tensor_amax")
+    if given is not None:
+        return _given_amax(op, given, x.shape, r)
+    counted = launch.COUNTED[r.amax_nan]
+    if r.tensor_scaling == "block":
+        return block_maxima(x, r)
+    if r.tensor_scaling == "row":
+        return launch.amax(x.reshape(-1, x.shape[-1]), counted.replace("finite", "no_nan"), True, mask).reshape(x.shape[:-1])
+    return launch.amax(x, counted, mask=mask)
+
+
+def _given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
+    """A host number is checked for NaN and sign; a device array for shape and dtype alone, since reading it would wait."""
+    cupy = loader.cupy()
+    if not isinstance(amax, cupy.ndarray):
+        return cupy.asarray(check.check_tensor_amax(op, amax, shape, r))
+    if amax.dtype != np.float32:
+        raise TypeError(f"{op}: tensor_amax is {amax.dtype}; needs float32 on a device")
+    return check.reshape_amax(op, amax, shape, r)
+
+
+def block_maxima(x: Any, r: Recipe) -> Any:
+    """amax of blocks of a row of contiguous x: float32 (..., K/block); NaN as the recipe's amax does."""
+    shape = (*x.shape[:-1], x.shape[-1] // r.block_size)
+    if not x.size:
+        return loader.cupy().zeros(shape, np.float32)
+    counted = "all" if r.amax_nan == "propagate" else "no_nan"
+    return launch.amax(x.reshape(-1, r.block_size), counted, by_row=True).reshape(shape)
+
+
+def plain_amax(x: Any, axis: Any) -> Any:
+    """ops.amax without a recipe."""
+    cupy = loader.cupy()
+    with cupy.cuda.Device(x.device.id):
+        if axis is None:
+            return launch.amax(cupy.ascontiguousarray(x)) if x.size else cupy.zeros((), np.float32)
+        axes = tuple(range(x.ndim))
+        reduced = tuple(axes[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+        kept = tuple(a for a in axes if a not in reduced)
+        shape = tuple(x.shape[a] for a in kept)
+        if not x.size:
+            return cupy.zeros(shape, np.float32)
+        rows = cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(int(np.prod(shape)), -1)
+        return launch.amax(rows, by_row=True).reshape(shape)
+
+
+def amax(p: Prepared) -> Any:
+    """ops.amax of a recipe's blocks."""
+    cupy = loader.cupy()
+    with cupy.cuda.Device(p.x.device.id):
+        x = cupy.ascontiguousarray(p.moved)
+        if p.recipe.block is None:
+            return tensor_amax("amax", p, x, None)
+        if p.recipe.block_rows > 1:
+            raise NotImplementedError(
+                f"amax: blocks of {p.recipe.id} have no CUDA kernel; compute on the CPU with cupy.asnumpy(x)"
+            )
+        return block_maxima(x, p.recipe)
+
+
+def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, out: Quantized | None) -> Quantized:
+    """ops.quantize on the device of p.x; random: None, a seed, or bytes with the quantized axis last."""
+    check_supported(op, p.recipe)
+    cupy = loader.cupy()
+    with cupy.cuda.Device(p.x.device.id):
+        x = cupy.ascontiguousarray(p.moved)
+        amax = tensor_amax(op, p, x, mask)
+        result = out or _allocate(p, layout, amax)
+        if out is not None:
+            _check_out(op, out, p, layout, amax)
+        _run(p, x, layout, amax, result.packed, result.block_scale, result.tensor_scale, random=random, mask=mask)
+        if out is not None and amax is not None:
+            out.tensor_amax[...] = amax
+    return result
+
+
+def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
+    """ops.fake_quantize on the device of p.x, for recipes without a fake_rule: quantize and decode in one pass."""
+    check_supported(op, p.recipe)
+    cupy = loader.cupy()
+    with cupy.cuda.Device(p.x.device.id):
+        x = cupy.ascontiguousarray(p.moved)
+        values = cupy.empty(x.shape, x.dtype)
+        _run(p, x, "linear", tensor_amax(op, p, x, None), None, None, None, random=random, values=values)
+    return cupy.moveaxis(values, -1, p.axis)
+
+
+def _allocate(p: Prepared, layout: str, amax: Any) -> Quantized:
+    cupy = loader.cupy()
+    packed = cupy.empty(packed_shape(p.moved.shape, p.recipe), np.uint8)
+    scales = None if p.recipe.scale is None else launch.empty_scales(scale_shape(p.moved.shape, p.recipe), layout)
+    decode_scale = None if amax is None else cupy.empty(amax.shape, np.float32)
+    return Quantized(packed, scales, decode_scale, amax, p.x.shape, p.x.dtype, p.axis, p.recipe, layout)
+
+
+def _check_out(op: str, out: Quantized, p: Prepared, layout: str, amax: Any) -> None:
+    wanted = {"recipe": p.recipe, "shape": p.x.shape, "dtype": p.x.dtype, "axis": p.axis, "scale_layout": layout}
+    for name, value in wanted.items():
+        if getattr(out, name) != value:
+            raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
+    shapes = {"packed": packed_shape(p.moved.shape, p.recipe)}
+    if p.recipe.scale is not None:
+        shapes["block_scale"] = padded_shape(scale_shape(p.moved.shape, p.recipe), layout)
+    if amax is not None:
+        shapes |= {"tensor_scale": amax.shape, "tensor_amax": amax.shape}
+    cupy = loader.cupy()
+    for name, shape in shapes.items():
+        array = getattr(out, name)
+        if not isinstance(array, cupy.ndarray) or array.shape != shape or not array.flags.c_contiguous:
+            raise ValueError(f"{op}: out.{name} needs a contiguous CuPy array of shape {shape}")
+        if array.ndim and array.data.ptr % 16:
+            raise ValueError(f"{op}: out.{name} is at address {array.data.ptr:#x}; needs a multiple of 16")
+
+
+def _run(
+    p: Prepared,
+    x: Any,
+    layout: str,
+    amax: Any,
+    packed: Any,
+    scales: Any,
+    decode_scale: Any,
+    *,
+    random: Any = None,
+    mask: int | None = None,
+    values: Any = None,
+) -> None:
+    if not x.size:
+        if decode_scale is not None:
+            decode_scale[...] = loader.cupy().asarray(tensor_scale(amax.get(), p.recipe, p.x.dtype).decode)
+        return
+    K = x.shape[-1]
+    per_expert = p.recipe.tensor_scaling == "tensor" and amax is not None and amax.ndim > 0
+    split = x.ndim > 2 and (layout != "linear" or p.recipe.block_rows > 1 or per_expert or mask is not None)
+    B = int(np.prod(x.shape[:-2])) if split else 1
+    if split and random is not None:
+        raise NotImplementedError("stochastic rounding of stacked matrices on a GPU needs linear scales and blocks in a row")
+    parts: list[Any] = [_matrices(a, B) for a in (x, packed, scales, values, p.others.get("block_amax"))]
+    for i in range(B):
+        matrix, codes, scale_part, value_part, block_part = (_at(part, i) for part in parts)
+        index = i * amax.shape[0] // B if per_expert else None
+        seed = random if isinstance(random, int) else None
+        launch.quantize_matrix(
+            matrix.reshape(-1, K),
+            p.recipe,
+            layout,
+            _part(amax, index, i, B, p.recipe),
+            codes,
+            scale_part,
+            _part(decode_scale, index, i, B, p.recipe),
+            values=value_part,
+            seed=seed,
+            random=None if seed is not None or random is None else random,
+            mask=mask,
+            block_amax=block_part,
+        )
+
+
+def _at(a: Any, i: int) -> Any:
+    return None if a is None else a[i]
+
+
+def _ready(a: Any) -> Any:
+    """A contiguous array at a multiple of 16 bytes, copied where it is not."""
+    if a is None:
+        return None
+    a = loader.cupy().ascontiguousarray(a)
+    return a if a.data.ptr % 16 == 0 else a.copy()
+
+
+def _matrices(a: Any, B: int) -> Any:
+    """A contiguous array as B rows."""
+    return None if a is None else a.reshape(B, -1)
+
+
+def _part(a: Any, expert: int | None, i: int, B: int, r: Recipe) -> Any:
+    """Tensor scales of matrix i: the expert's, the rows' of the matrix, or the one of all."""
+    if a is None or a.ndim == 0:
+        return a
+    if expert is not None:
+        return a[expert : expert + 1]
+    return a.reshape(B, -1)[i]
+
+
+def dequantize(q: Quantized, dtype: np.dtype, out: Any) -> Any:
+    """ops.dequantize on the device of q."""
+    cupy = loader.cupy()
+    if out is not None and (not isinstance(out, cupy.ndarray) or out.shape != q.shape or out.dtype != dtype):
+        raise ValueError(f"dequantize: out needs a CuPy array of {dtype} {q.shape}")
+    with cupy.cuda.Device(q.packed.device.id):
+        direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous and out.data.ptr % 16 == 0
+        moved: Any = out if direct else cupy.empty(q.moved_shape, dtype)
+        if moved.size:
+            _dequantize_run(q, moved)
+        values = cupy.moveaxis(moved, -1, q.axis)
+        if out is None:
+            return values
+        if not direct:
+            out[...] = values
+        return out
+
+
+def _dequantize_run(q: Quantized, moved: Any) -> None:
+    amax = q.tensor_amax
+    K = moved.shape[-1]
+    per_expert = amax is not None and amax.ndim > 0 and q.recipe.tensor_scaling == "tensor"
+    B = int(np.prod(moved.shape[:-2])) if moved.ndim > 2 and (q.scale_layout != "linear" or per_expert) else 1
+    arrays: list[Any] = [_matrices(a, B) for a in (_ready(q.packed), _ready(q.block_scale), moved)]
+    packed, scales, values = arrays
+    for i in range(B):
+        index = i * amax.shape[0] // B if per_expert else None
+        scale_part = _at(scales, i)
+        part = _part(amax, index, i, B, q.recipe)
+        launch.dequantize_matrix(packed[i], scale_part, q.recipe, q.scale_layout, part, q.dtype, values[i].reshape(-1, K))

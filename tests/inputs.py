@@ -1,0 +1,54 @@
+"""What the tests of the operations share: names of recipes, and arrays (128, 128), so that all blocks fit along both axes."""
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.layouts import unpack
+from fp4kit.recipes import RECIPES
+from fp4kit.testing import adversarial_blocks
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NAMES = [r.id for r in RECIPES.values() if not r.fake_only]
+STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and not RECIPES[name].four_over_six]
+
+
+def ordinary(seed=0, shape=(128, 128), dtype=np.float32):
+    """Normal values of different sizes by row, with zeros of both signs and one block of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, (*shape[:-1], 1)))
+    x[rng.random(shape) < 0.02] = 0
+    x[rng.random(shape) < 0.01] = -0.0
+    x[..., :1, :32] = 0
+    return x.astype(dtype)
+
+
+def extreme():
+    """Ties, boundaries of scales, subnormals, the largest values: finite."""
+    return np.concatenate([adversarial_blocks(np.float32, seed=seed) for seed in range(3)])[:128]
+
+
+def nonfinite():
+    """Infinities and NaN among ordinary values; some blocks hold nothing else."""
+    x = ordinary(3)
+    x[5, 7], x[40, 64], x[41, 65], x[100, 3], x[100, 4] = np.inf, -np.inf, np.nan, np.nan, np.inf
+    x[60, 32:64], x[61, 96:128] = np.nan, np.inf
+    return x
+
+
+ORDINARY = ordinary()
+FINITE = {"ordinary": ORDINARY, "extreme": extreme(), "bf16": ordinary(1, dtype=BF16), "f16": ordinary(2, dtype=np.float16)}
+INPUTS = FINITE | {"nonfinite": nonfinite()}
+for _x in INPUTS.values():
+    _x.setflags(write=False)
+
+
+def as_strided(x):
+    """The same values with gaps along the last two axes."""
+    big = np.full((*x.shape[:-2], 2 * x.shape[-2], 3 * x.shape[-1]), 7, x.dtype)
+    big[..., ::2, 1::3] = x
+    return big[..., ::2, 1::3]
+
+
+def codes_of(q):
+    """Codes one per element, in q.moved_shape."""
+    return unpack(q.packed) if q.recipe.is_packed else q.packed

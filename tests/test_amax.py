@@ -1,0 +1,98 @@
+"""amax: per tensor, along axes, per block of a recipe; against NumPy on blocks cut out by hand."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
+
+import fp4kit
+from fp4kit.recipes import RECIPES
+from fp4kit.testing import assert_same_bits
+
+BLOCKED = [r.id for r in RECIPES.values() if r.block]
+
+
+@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)], ids=str)
+def test_along_axes(x, axis):
+    result = fp4kit.amax(x, axis=axis)
+    assert isinstance(result, np.ndarray)
+    assert_same_bits(result, np.asarray(np.abs(x.astype(np.float32)).max(axis=axis)))
+
+
+def test_of_a_large_array():
+    """More than one tile: the parts are cut along the first axis, however long it is."""
+    for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        assert_same_bits(fp4kit.amax(x), np.asarray(np.abs(x).max()))
+
+
+def test_of_nothing_and_of_one():
+    assert_same_bits(fp4kit.amax(np.empty((0, 3), np.float32)), np.float32(0))
+    assert_same_bits(fp4kit.amax(np.float32(-3)), np.float32(3))
+    assert_same_bits(fp4kit.amax(np.empty((0, 64), BF16), "mxfp4"), np.empty((0, 2), np.float32))
+
+
+def test_specials():
+    assert np.isnan(fp4kit.amax(np.array([1, np.nan], np.float32)))
+    assert fp4kit.amax(np.array([1, -np.inf], np.float32)) == np.inf
+    assert_same_bits(fp4kit.amax(np.array([-0.0], np.float32)), np.float32(0))
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
+def test_of_blocks(name, x):
+    height, width = RECIPES[name].block
+    expected = np.abs(x.astype(np.float32)).reshape(128 // height, height, 128 // width, width).max(axis=(1, 3))
+    assert_same_bits(fp4kit.amax(x, name), expected)
+    assert_same_bits(fp4kit.amax(np.asfortranarray(x), name), expected)
+    assert_same_bits(fp4kit.amax(np.ascontiguousarray(x.T), name, axis=0), expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp8-te-2d"])
+def test_of_blocks_in_more_dimensions(name):
+    x = ordinary(1, (2, 3, 40, 64))  # 40 rows: the last blocks of 16 or 32 are short
+    height, width = RECIPES[name].block
+    padded = np.pad(x, ((0, 0), (0, 0), (0, -40 % height), (0, 0)))
+    expected = np.abs(padded).reshape(2, 3, -1, height, 64 // width, width).max(axis=(3, 5))
+    assert_same_bits(fp4kit.amax(x, name), expected)
+    assert_same_bits(fp4kit.amax(as_strided(x), name), expected)
+    assert_same_bits(fp4kit.amax(x[0, 0, :1], name)[0], fp4kit.amax(x[0, 0, 0], name))
+
+
+def test_nan_as_the_recipe_has_it():
+    x = np.ones((1, 32), np.float32)
+    x[0, :2] = np.nan, 5
+    assert fp4kit.amax(x, "nvfp4-te").tolist() == [[5, 1]]  # a NaN loses every comparison
+    assert np.isnan(fp4kit.amax(x, "nvfp4-te-reference")[0, 0])
+    assert fp4kit.amax(x, "nvfp4-flashinfer").tolist() == [[5, 1]]
+    x[0, 1:16:2] = np.nan  # a lane that is NaN throughout
+    assert fp4kit.amax(x, "nvfp4-te").tolist() == [[1, 1]]
+    assert np.isnan(fp4kit.amax(x, "nvfp4-flashinfer")[0, 0])
+
+
+def test_recipes_without_blocks():
+    assert_same_bits(fp4kit.amax(ORDINARY, "fp8-modelopt"), fp4kit.amax(ORDINARY))
+    assert_same_bits(fp4kit.amax(ORDINARY, "int8-modelopt-channel"), fp4kit.amax(ORDINARY, axis=1))
+    assert_same_bits(fp4kit.amax(ORDINARY, "int8-modelopt-channel", axis=0), fp4kit.amax(ORDINARY, axis=0))
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_tiles_do_not_matter(name, monkeypatch):
+    x = INPUTS["nonfinite"]
+    whole = fp4kit.amax(x, name)
+    monkeypatch.setattr("fp4kit.reference.blocks.TILE_ELEMENTS", 64)
+    assert_same_bits(fp4kit.amax(x, name), whole)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, ml_dtypes.float8_e4m3fn], ids=str)
+def test_other_dtypes(dtype):
+    with pytest.raises(TypeError, match=r"^amax: x is .*; needs float32, float16 or bfloat16; convert it first"):
+        fp4kit.amax(np.zeros((2, 32), dtype))
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"^amax: axis 1 has length 40; mxfp4-ocp needs a multiple of 32"):
+        fp4kit.amax(np.zeros((2, 40), np.float32), "mxfp4")
+    with pytest.raises(ValueError, match=r"axis 2 .*2"):
+        fp4kit.amax(np.zeros((2, 40), np.float32), axis=2)

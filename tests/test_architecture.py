@@ -1,0 +1,176 @@
+"""The shape of the package: imports point one way, importing it is quick and light, files are short, public names explained."""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import fp4kit
+
+ROOT = Path(fp4kit.__file__).resolve().parent.parent
+PACKAGE = ROOT / "fp4kit"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
+LAYERS = (
+    {"formats", "golden", "golden_rows"},
+    {"recipes"},
+    {"layouts", "tables"},
+    {"reference", "quantized", "interop"},
+    {"cuda", "testing"},
+    {"ops"},
+    {"fp4kit"},
+    {"agreement", "checkpoint", "distributed", "golden_check", "training"},
+    {"cli_checkpoint"},
+    {"cli"},
+    {"__main__"},
+)
+LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+def module_name(path):
+    """fp4kit/ops/check.py -> "fp4kit.ops.check"; a package is named by its directory."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+@cache
+def tree(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported_modules(path):
+    """Modules of fp4kit that a file imports, wherever the import stands."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fp4kit")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module.split(".")[0] == "fp4kit":
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    yield submodule if submodule in MODULES else node.module
+
+
+def part(module):
+    """The module or package of the layers that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module):
+    assert part(module) in LAYER, f"{module} has no layer: add it to LAYERS"
+    for other in imported_modules(MODULES[module]):
+        assert other in MODULES, f"{module} imports {other}, which does not exist"
+        assert part(other) == part(module) or LAYER[part(other)] < LAYER[part(module)], f"{module} imports {other}"
+
+
+def test_imports_have_no_cycles():
+    graph = {module: set(imported_modules(path)) - {module} for module, path in MODULES.items()}
+    graph = {module: {other for other in others if other != module.rpartition(".")[0]} for module, others in graph.items()}
+    while graph:
+        leaves = {module for module, others in graph.items() if not others & graph.keys()}
+        assert leaves, f"a cycle among {sorted(graph)}"
+        graph = {module: others for module, others in graph.items() if module not in leaves}
+
+
+def top_level_imports(path):
+    """Names of packages that importing a file imports."""
+    for node in tree(path).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_optional_packages_are_imported_when_they_are_needed(path):
+    allowed = {"cuda": {"cupy", "cupy_backends"}}.get(part(module_name(path)), set())
+    optional = {"cupy", "cupy_backends", "jax", "matplotlib", "mpi4py", "torch", "pytest", "hypothesis"}
+    assert set(top_level_imports(path)) & optional <= allowed
+
+
+def run(code):
+    """What a fresh process prints that runs code in the root of the checkout."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    return result.stdout.split()
+
+
+def test_importing_fp4kit_is_light():
+    heavy = {"cupy", "torch", "jax", "rich", "matplotlib", "mpi4py", "scipy", "pytest"}
+    assert not heavy & set(run("import sys, fp4kit; print(*{name.split('.')[0] for name in sys.modules})"))
+
+
+def test_importing_fp4kit_takes_less_than_300_ms():
+    """NumPy and ml_dtypes included; the best of three fresh processes, since other work may disturb one."""
+    code = "import time; start = time.perf_counter(); import fp4kit; print(time.perf_counter() - start)"
+    assert min(float(run(code)[0]) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_are_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+
+
+def undocumented(path):
+    """Public functions, classes and methods without a docstring; properties are nouns, and may go without."""
+
+    def explains_itself(node):
+        is_property = {"property", "cached_property"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
+        return ast.get_docstring(node) or is_property
+
+    def public(body, prefix=""):
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                if not explains_itself(node):
+                    yield prefix + node.name
+                if isinstance(node, ast.ClassDef):
+                    yield from public(node.body, f"{node.name}.")
+
+    return list(public(tree(path).body))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_public_names_have_docstrings(path):
+    assert undocumented(path) == []
+    empty = path.name == "__init__.py" and not path.read_text(encoding="utf-8")
+    assert empty or ast.get_docstring(tree(path)), "the module has no docstring"
+
+
+def test_the_public_api():
+    assert sorted(fp4kit.__all__) == fp4kit.__all__
+    for name in fp4kit.__all__:
+        assert getattr(fp4kit, name).__doc__, name
+    assert re.fullmatch(r"\d+\.\d+\.\d+", fp4kit.__version__)
+    assert f'version = "{fp4kit.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_environment_variable_changes_a_result(path):
+    """The one exception reads the documented flags of fake-quantized training, when the caller asks for it by name."""
+    if path.relative_to(PACKAGE).as_posix() != "training/settings.py":
+        assert not re.search(r"os\.environ|getenv|from os import .*environ", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_kernels_are_compiled_in_one_place(path):
+    """cuda/loader.py compiles, through cuda/nvrtc.py, which is the binding."""
+    place = path.relative_to(PACKAGE).as_posix()
+    if place not in ("cuda/loader.py", "cuda/nvrtc.py"):
+        compiles = r"\b(RawModule|RawKernel|ElementwiseKernel|ReductionKernel|cupy\.fuse|cupyx\.jit|nvrtc)\b"
+        kinds = (ast.Attribute, ast.Name, ast.Import, ast.ImportFrom)
+        code = "\n".join(ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, kinds))
+        assert not re.search(compiles, code)
+
+
+def test_typing_marker():
+    assert (PACKAGE / "py.typed").is_file()

@@ -1,0 +1,385 @@
+"""encode and decode: every code, every midpoint with its neighbours, every 16-bit float and a sweep of float32.
+
+The oracle knows a format only as its ascending list of magnitudes, and compares an input with the exact midpoints between
+them; ml_dtypes and the recorded casts of golden file `casts` are a second and a third witness.
+"""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
+from fp4kit.reference import codec
+from fp4kit.reference.codec import ROUNDINGS, SIGNS, decode, encode, encode_e8m0, encode_magnitude
+from fp4kit.testing import assert_same_bits
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ML_DTYPES = {
+    E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+}
+FLOATS = tuple(ML_DTYPES)
+INTEGERS = (INT4, INT8)
+FORMATS = FLOATS + INTEGERS
+
+formats = pytest.mark.parametrize("fmt", FORMATS, ids=str)
+floats = pytest.mark.parametrize("fmt", FLOATS, ids=str)
+roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
+
+
+# ---- the oracle -----------------------------------------------------------------------------------------------------------
+
+
+def finite_magnitudes(fmt):
+    """Ascending float64 magnitudes by code, from ml_dtypes or from counting; integers reach one further below zero."""
+    if fmt in INTEGERS:
+        return np.arange(2 ** (fmt.bits - 1) + 1, dtype=np.float64)
+    codes = np.arange(2 ** (fmt.bits - 1), dtype=np.uint8)
+    values = codes.view(ML_DTYPES[fmt]).astype(np.float64)
+    return values[np.isfinite(values)]
+
+
+def oracle_magnitude(a, magnitudes, rounding):
+    """Index of the magnitude that float64 a >= 0 rounds to; exact, for midpoints of these magnitudes are float64."""
+    low = np.searchsorted(magnitudes, a, side="right") - 1
+    high = np.minimum(low + 1, len(magnitudes) - 1)
+    if rounding == "rz":
+        return low
+    middle = (magnitudes[low] + magnitudes[high]) / 2
+    tie = {"rn": low % 2 == 1, "rna": True, "rnz": False}[rounding]
+    return np.where((a > middle) | (a == middle) & tie, high, low)
+
+
+def oracle(x, fmt, rounding):
+    """Codes of x, no NaN in it; the sign bit goes to what carries one."""
+    x = np.asarray(x).astype(np.float64)
+    index = oracle_magnitude(np.abs(x), finite_magnitudes(fmt), rounding)
+    if fmt in INTEGERS:
+        value = np.where(np.signbit(x), -index, np.minimum(index, 2 ** (fmt.bits - 1) - 1))
+        return (value % 2**fmt.bits).astype(np.uint8)
+    return (index + np.signbit(x) * 2 ** (fmt.bits - 1)).astype(np.uint8)
+
+
+def nearest_by_fractions(x, fmt):
+    """All codes whose value is nearest to x, by exact arithmetic over every finite code."""
+    finite = {code: Fraction(float(v)) for code, v in enumerate(fmt.values) if np.isfinite(v)}
+    distances = {code: abs(value - Fraction(float(x))) for code, value in finite.items()}
+    least = min(distances.values())
+    return {code for code, distance in distances.items() if distance == least}
+
+
+# ---- inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def edges(fmt):
+    """Every value and midpoint with both float32 neighbours, beyond the largest, the ends of float32, and all negatives."""
+    magnitudes = finite_magnitudes(fmt)
+    step = magnitudes[-1] - magnitudes[-2]
+    points = np.concatenate([magnitudes, (magnitudes[1:] + magnitudes[:-1]) / 2, magnitudes[-1] + step * np.array([0.5, 1, 2])])
+    points = points.astype(np.float32)
+    assert np.array_equal(points.astype(np.float64)[: len(magnitudes)], magnitudes)
+    ends = np.array([0, 2.0**-149, 2.0**-127, 2.0**-126, 1e-10, 1, 1e10, 3.4028235e38, np.inf], np.float32)
+    around = [np.nextafter(points, np.float32(side)) for side in (-np.inf, np.inf)]
+    x = np.concatenate([points, *around, ends])
+    return np.concatenate([x, -x])
+
+
+def sweep():
+    """All 65,536 upper halves of float32 with five lower halves; no NaN."""
+    high = np.arange(0x10000, dtype=np.uint32) << 16
+    x = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).astype(np.uint32).view(np.float32)
+    return x[~np.isnan(x)]
+
+
+SWEEP = sweep()
+ALL_16_BITS = np.arange(0x10000, dtype=np.uint16)
+NANS = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+
+
+# ---- decode ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=str)
+def test_decode_gives_the_value_of_every_code(fmt):
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    assert_same_bits(decode(codes, fmt), fmt.values)
+    assert_same_bits(decode(codes.reshape(2, -1), fmt), fmt.values.reshape(2, -1))
+
+
+@pytest.mark.parametrize("fmt", (E2M1, E2M3, E3M2, INT4), ids=str)
+def test_decode_ignores_higher_bits(fmt):
+    codes = np.arange(256, dtype=np.uint8)
+    assert_same_bits(decode(codes, fmt), fmt.values[codes % 2**fmt.bits])
+
+
+# ---- encode ---------------------------------------------------------------------------------------------------------------
+
+
+@formats
+@roundings
+def test_every_code_round_trips(fmt, rounding):
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    codes = codes[np.isfinite(fmt.values)]
+    assert_same_bits(encode(decode(codes, fmt), fmt, rounding), codes)
+
+
+@formats
+@roundings
+def test_edges(fmt, rounding):
+    x = edges(fmt)
+    assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
+
+
+@formats
+@roundings
+def test_float32_sweep(fmt, rounding):
+    assert_same_bits(encode(SWEEP, fmt, rounding), oracle(SWEEP, fmt, rounding))
+
+
+@formats
+@roundings
+@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
+def test_all_16_bit_floats(fmt, rounding, dtype):
+    x = ALL_16_BITS.view(dtype)
+    x = x[~np.isnan(x.astype(np.float32))]
+    assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
+
+
+@pytest.mark.parametrize("fmt", (E2M1, E2M3, E3M2, INT4), ids=str)
+def test_nearest_by_exact_fractions(fmt):
+    """The oracle itself, against the definition: no code is nearer than the one that "rn" gives."""
+    for x in edges(fmt)[::3]:
+        if np.isfinite(x):
+            nearest = nearest_by_fractions(x, fmt)
+            for rounding in ("rn", "rna", "rnz"):
+                assert int(encode(np.array([x]), fmt, rounding)[0]) in nearest
+
+
+@floats
+def test_encode_equals_ml_dtypes_where_its_rule_is_the_same(fmt):
+    """ml_dtypes rounds to nearest even too, but takes E4M3 above 464 to NaN and E5M2 from 61440 on to infinity."""
+    limit = {E4M3: 464, E5M2: 61439}.get(fmt, np.inf)
+    for x in (edges(fmt), SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
+        x = x[np.abs(x.astype(np.float32)) <= limit]
+        assert_same_bits(encode(x, fmt), x.astype(ML_DTYPES[fmt]).view(np.uint8))
+
+
+@floats
+@pytest.mark.parametrize("source", ["f32", "f16", "bf16", "f64"])
+def test_recorded_casts_of_ml_dtypes(fmt, source, golden):
+    recorded = golden.get("casts", f"x__{source}/ml_dtypes_{fmt.name.lower()}/codes")
+    x = golden.get("casts", "x__f32/input/bits")
+    with np.errstate(over="ignore", invalid="ignore"):
+        x = x.astype({"f16": np.float16, "bf16": BF16}.get(source, np.float32)).astype(np.float32)
+    same = np.abs(x) <= {E4M3: 464, E5M2: 61439}.get(fmt, np.inf)
+    assert same.sum() > 4000
+    assert_same_bits(encode(x, fmt)[same], recorded[same])
+
+
+@pytest.mark.parametrize("fmt", (E4M3, E5M2), ids=str)
+def test_recorded_casts_of_pytorch(fmt, golden):
+    """PyTorch saturates E4M3, infinities included; E5M2 overflows to infinity. Its NaN keeps a sign."""
+    recorded = golden.get("casts", f"x__f32/torch_{fmt.name.lower()}/codes")
+    x = golden.get("casts", "x__f32/input/bits")
+    same = ~np.isnan(x) if fmt is E4M3 else np.abs(x) < 61440
+    assert_same_bits(encode(x, fmt)[same], recorded[same])
+    nan = np.isnan(x)
+    assert nan.any() and np.array_equal(encode(x, fmt)[nan], recorded[nan] & 0x7F)
+
+
+@formats
+@roundings
+def test_nan(fmt, rounding):
+    assert encode(NANS, fmt, rounding).tolist() == [fmt.nan_code] * len(NANS)
+    assert encode(NANS, fmt, rounding, nan_code=0xB).tolist() == [0xB] * len(NANS)
+    mixed = encode(np.array([1, np.nan, -1], np.float32), fmt, rounding)
+    assert mixed[1] == fmt.nan_code and decode(mixed[[0, 2]], fmt).tolist() == [1, -1]
+
+
+def test_nan_codes_by_hand():
+    codes = {E2M1: 7, E2M3: 31, E3M2: 31, E4M3: 0x7F, E5M2: 0x7F, INT4: 7, INT8: 127}
+    assert {fmt: int(encode(NANS[:1], fmt)[0]) for fmt in FORMATS} == codes
+
+
+@floats
+def test_infinities_saturate(fmt):
+    infinities = np.array([np.inf, -np.inf], np.float32)
+    assert encode(infinities, fmt).tolist() == [fmt.max_code, fmt.max_code | fmt.sign_bit]
+
+
+def test_integers_saturate():
+    x = np.array([np.inf, -np.inf, 127.49, 127.5, 200, -127.5, -128.5, -129, -1e30], np.float32)
+    assert encode(x, INT8).view(np.int8).tolist() == [127, -128, 127, 127, 127, -128, -128, -128, -128]
+    assert decode(encode(x[:2], INT4), INT4).tolist() == [7, -8]
+
+
+@floats
+@pytest.mark.parametrize("sign, negative", [
+    ("signbit", [False, True, True, True, False, True]),
+    ("negative", [False, False, True, True, False, True]),
+    ("not_positive", [True, True, True, True, False, True]),
+])  # fmt: skip
+def test_signs(fmt, sign, negative):
+    x = np.array([0.0, -0.0, -(2.0**-149), -1, 1, -np.inf], np.float32)
+    codes = encode(x, fmt, sign=sign)
+    assert [bool(code & fmt.sign_bit) for code in codes] == negative
+    assert (codes % fmt.sign_bit).tolist() == (encode(np.abs(x), fmt)).tolist()
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+def test_integers_have_one_zero(sign):
+    x = np.array([0.0, -0.0, -0.25, 0.5, -0.5], np.float32)
+    for fmt in INTEGERS:
+        assert encode(x, fmt, sign=sign).tolist() == [0] * 5
+
+
+@formats
+def test_ties_by_rounding(fmt):
+    """The four roundings of each midpoint: even code, lower, upper, lower."""
+    middle = fmt.midpoints.astype(np.float32)
+    lower = np.arange(len(middle))
+    assert encode(middle, fmt, "rn").tolist() == (lower + lower % 2).tolist()
+    assert encode(middle, fmt, "rz").tolist() == lower.tolist()
+    assert encode(middle, fmt, "rna").tolist() == (lower + 1).tolist()
+    assert encode(middle, fmt, "rnz").tolist() == lower.tolist()
+
+
+@formats
+def test_shape_dtype_and_input(fmt):
+    x = np.array([[1.0, -2.0], [np.nan, 0.5]], np.float32)
+    x.setflags(write=False)
+    codes = encode(x, fmt)
+    assert (codes.shape, codes.dtype) == ((2, 2), np.uint8)
+    assert encode(np.empty((0, 3), np.float32), fmt).shape == (0, 3)
+
+
+@formats
+def test_scalars(fmt):
+    assert int(encode(np.float32(1), fmt)) == int(encode(np.array([1], np.float32), fmt)[0])
+    assert int(encode(np.float32(np.nan), fmt)) == fmt.nan_code
+
+
+@floats
+@roundings
+def test_encode_magnitude_is_encode_of_the_absolute_value(fmt, rounding):
+    x = edges(fmt)
+    assert_same_bits(encode_magnitude(np.abs(x), fmt, rounding), encode(np.abs(x), fmt, rounding))
+
+
+float32s = st.floats(width=32, allow_nan=False)
+
+
+@formats
+@roundings
+@given(x=st.lists(float32s, min_size=2, max_size=20))
+def test_encode_is_monotonic(fmt, rounding, x):
+    x = np.sort(np.array(x, np.float32))
+    values = decode(encode(x, fmt, rounding), fmt)
+    assert np.all(values[1:] >= values[:-1])
+
+
+@floats
+@roundings
+@given(x=st.lists(float32s, min_size=1, max_size=20))
+def test_encode_is_symmetric(fmt, rounding, x):
+    x = np.array(x, np.float32)
+    assert_same_bits(encode(-x, fmt, rounding), encode(x, fmt, rounding) ^ np.uint8(fmt.sign_bit))
+
+
+@formats
+@roundings
+@given(x=float32s)
+def test_any_float32(fmt, rounding, x):
+    x = np.array([x], np.float32)
+    assert_same_bits(encode(x, fmt, rounding), oracle(x, fmt, rounding))
+
+
+# ---- helpers --------------------------------------------------------------------------------------------------------------
+
+
+def test_power_of_two():
+    exponents = np.arange(-126, 128)
+    assert_same_bits(codec.power_of_two(exponents), np.ldexp(np.float32(1), exponents))
+
+
+def test_exponent_field():
+    x = np.array([0, -0.0, 2.0**-149, 2.0**-126, 1, -1.5, 3.4e38, np.inf, np.nan], np.float32)
+    assert codec.exponent_field(x).tolist() == [0, 0, 0, 1, 127, 127, 254, 255, 255]
+
+
+# ---- E8M0 -----------------------------------------------------------------------------------------------------------------
+
+
+def float_to_e8m0(bits):
+    """Transformer Engine's float_to_e8m0, as its source states it, for the bits of one float32 >= 0, inf or NaN."""
+    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
+    if exponent == 0xFF:
+        return 0xFF if mantissa else 0xFE
+    if bits == 0:
+        return 0x00
+    if mantissa > 0 and exponent != 0xFE and not (exponent == 0 and mantissa <= 0x400000):
+        exponent += 1
+    return exponent
+
+
+POSITIVE = SWEEP[~np.signbit(SWEEP)]
+
+
+def test_e8m0_rp_equals_transformer_engine():
+    x = np.concatenate([POSITIVE, np.float32([np.nan])])
+    assert encode_e8m0(x, "rp").tolist() == [float_to_e8m0(int(bits)) for bits in x.view(np.uint32)]
+
+
+@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
+def test_e8m0_equals_the_definition(rounding):
+    """Against the list of powers of two: the smallest not below, the largest not above, or the nearer, ties up."""
+    powers = np.ldexp(1.0, np.arange(-127, 128))
+    edges = np.concatenate([powers, powers[:-1] * 1.5]).astype(np.float32)
+    edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
+    for x in (edges, POSITIVE):
+        a = x.astype(np.float64)
+        up = np.searchsorted(powers, a, side="left")
+        down = np.maximum(np.searchsorted(powers, a, side="right") - 1, 0)
+        nearest = np.searchsorted(powers[:-1] * 1.5, a, side="right")
+        expected = {"rp": up, "rz": down, "rn": nearest}[rounding]
+        assert_same_bits(encode_e8m0(x, rounding), np.minimum(expected, 254).astype(np.uint8))
+
+
+def same_rule(x):
+    """Where ml_dtypes and PyTorch round as "rn" does: not at 0 and above the range, nor where they round all between 2^-127
+    and 2^-126 up."""
+    return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
+
+
+def test_e8m0_rn_equals_ml_dtypes():
+    x = POSITIVE[same_rule(POSITIVE)]
+    assert len(x) > 160_000
+    assert_same_bits(encode_e8m0(x, "rn"), x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
+
+
+@pytest.mark.parametrize("producer", ["ml_dtypes", "torch"])
+def test_e8m0_rn_equals_the_recorded_casts(producer, golden):
+    x = golden.get("casts", "x__f32/input/bits")
+    recorded = golden.get("casts", f"x__f32/{producer}_e8m0/codes")
+    assert same_rule(x).sum() > 4000
+    assert_same_bits(encode_e8m0(x, "rn")[same_rule(x)], recorded[same_rule(x)])
+
+
+@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
+def test_e8m0_specials(rounding):
+    x = np.array([0, -0.0, 2.0**-149, 2.0**127, 3.4028235e38, np.inf, -1, -np.inf], np.float32)
+    assert encode_e8m0(x, rounding).tolist() == [0, 0, 0, 254, 254, 254, 255, 255]
+    assert encode_e8m0(NANS, rounding).tolist() == [255] * len(NANS)
+
+
+@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
+def test_e8m0_round_trips(rounding):
+    codes = np.arange(255, dtype=np.uint8)
+    assert_same_bits(encode_e8m0(decode(codes, E8M0), rounding), codes)

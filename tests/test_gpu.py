@@ -1,0 +1,250 @@
+"""The operations on CuPy arrays give the bytes of the CPU specification. These tests need a GPU and skip without one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.golden_rows import ROWS
+from fp4kit.recipes import RECIPES
+from fp4kit.testing import adversarial_blocks
+
+cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+try:
+    DEVICES = cupy.cuda.runtime.getDeviceCount()
+except cupy.cuda.runtime.CUDARuntimeError:
+    DEVICES = 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")]
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
+ON_DEVICE_FAKE = [name for name in WITH_CODES if RECIPES[name].fake_rule is None]
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def differing(gpu, cpu) -> int:
+    """Values that differ in any bit; NaN equals NaN."""
+    a, b = np.ascontiguousarray(gpu.get()), np.ascontiguousarray(cpu)
+    assert a.shape == b.shape and a.dtype == b.dtype
+    bits = a.view(UNSIGNED[a.dtype.itemsize]) != b.view(UNSIGNED[a.dtype.itemsize])
+    if a.dtype != np.uint8:
+        bits &= ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
+    return int(np.count_nonzero(bits))
+
+
+def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
+    """Every part of two quantized arrays."""
+    for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+        a, b = getattr(gpu, part), getattr(cpu, part)
+        assert (a is None) == (b is None), part
+        if a is not None:
+            assert differing(a, b) == 0, part
+    assert (gpu.shape, gpu.dtype, gpu.axis, gpu.scale_layout) == (cpu.shape, cpu.dtype, cpu.axis, cpu.scale_layout)
+
+
+def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
+    """quantize and dequantize of x on both sides."""
+    on_host = {k: v.get() if isinstance(v, cupy.ndarray) else v for k, v in options.items()}
+    cpu = fp4kit.quantize(x, name, **on_host)
+    gpu = fp4kit.quantize(cupy.asarray(x), name, **options)
+    assert_same(gpu, cpu)
+    assert differing(fp4kit.dequantize(gpu), fp4kit.dequantize(cpu)) == 0
+    return gpu
+
+
+def blocks(dtype, rows: int = 64, columns: int = 512) -> np.ndarray:
+    return np.resize(adversarial_blocks(dtype), (rows, columns))
+
+
+@pytest.mark.parametrize("name", WITH_CODES)
+def test_adversarial_blocks(name) -> None:
+    for dtype in DTYPES:
+        gpu = check(blocks(dtype), name)
+        for other in DTYPES:
+            cpu = fp4kit.quantize(blocks(dtype), name)
+            assert differing(fp4kit.dequantize(gpu, other), fp4kit.dequantize(cpu, other)) == 0
+
+
+@pytest.mark.parametrize("name", sorted({row.recipe for row in ROWS if not row.fake}))
+def test_every_golden_input(name, golden) -> None:
+    for key in golden.inputs():
+        x = golden.input(key)
+        if x.shape[1] % RECIPES[name].block_size == 0:
+            check(x, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp", "nvfp4-te-rowscaled", "mxfp8-te", "fp8-modelopt-channel"]
+)
+def test_axes_shapes_strides(name) -> None:
+    x = np.random.default_rng(0).standard_normal((3, 96, 160)).astype(np.float32)
+    for axis in (-1, -2, 0):
+        if x.shape[axis] % RECIPES[name].block_size == 0:
+            check(x, name, axis=axis)
+    for view in (x[0, :, ::-1], x[0, ::2], x[:, :1], x[1, 5:6], x[:0], x[0].T, x[0, 0]):
+        if view.shape[-1] % RECIPES[name].block_size == 0:
+            gpu = fp4kit.quantize(cupy.asarray(x)[0, :, ::-1], name) if view.base is None else None
+            del gpu
+            check(np.ascontiguousarray(view), name)
+    d = cupy.asarray(x)
+    assert_same(fp4kit.quantize(d[0, :, ::-1], name), fp4kit.quantize(x[0, :, ::-1], name))
+    assert_same(fp4kit.quantize(d[:, ::2], name), fp4kit.quantize(x[:, ::2], name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_misaligned_pointers(dtype) -> None:
+    flat = blocks(dtype, 8, 512).reshape(-1)
+    d = cupy.asarray(flat)
+    for offset in (1, 3, 7):
+        x = flat[offset : offset + 64 * 32].reshape(64, 32)
+        y = d[offset : offset + 64 * 32].reshape(64, 32)
+        for name in ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-2d"):
+            assert_same(fp4kit.quantize(y, name), fp4kit.quantize(x, name))
+        assert differing(fp4kit.amax(y), fp4kit.amax(x)) == 0
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "nvfp4-te-4over6-mae-256"])
+def test_scale_layouts(name, layout) -> None:
+    for shape in ((130, 96), (2, 33, 160), (1, 32)):
+        check(np.random.default_rng(1).standard_normal(shape).astype(np.float16), name, scale_layout=layout)
+
+
+@pytest.mark.parametrize("name", ["fp8-modelopt", "int8-modelopt", "int8-modelopt-channel", "int4-modelopt-channel"])
+@pytest.mark.parametrize("shape", [(7, 30), (1, 2), (5, 34), (33, 16), (1, 4096)])
+def test_any_length_without_blocks(name, shape) -> None:
+    check(np.random.default_rng(2).standard_normal(shape).astype(ml_dtypes.bfloat16), name)
+
+
+def test_other_block_sizes() -> None:
+    for size in (16, 64, 128):
+        check(blocks(ml_dtypes.bfloat16), replace(RECIPES["mxfp4-ocp"], block=(1, size)))
+    with pytest.raises(NotImplementedError, match="blocks of 1x8 have no CUDA kernel"):
+        fp4kit.quantize(cupy.ones((2, 16), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 8)))
+
+
+def test_given_amaxes() -> None:
+    x = blocks(np.float32, 64, 128)
+    check(x, "nvfp4-te", tensor_amax=3.0)
+    check(x.reshape(4, 16, 128), "nvfp4-te", tensor_amax=np.float32([1, 2, 3, 4]).tolist())
+    check(x, "nvfp4-modelopt", tensor_amax=cupy.asarray(np.float32(2.5)))
+    with pytest.raises(ValueError, match="NaN"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=float("nan"))
+    with pytest.raises(ValueError, match="x is on cuda:0, tensor_amax on cpu"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=np.float32([1.0]))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-te", "mxfp8-te"])
+def test_stochastic(name) -> None:
+    x = blocks(np.float32)
+    check(x, name, rounding="stochastic", seed=2**40 + 7)
+    check(x, name, rounding="stochastic", seed=cupy.asarray(np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)))
+
+
+def test_hadamard() -> None:
+    for dtype in DTYPES:
+        x = np.random.default_rng(4).standard_normal((64, 96)).astype(dtype)
+        for hadamard in (True, "no_signs"):
+            check(x, "nvfp4-te-reference", axis=0, hadamard=hadamard)
+
+
+@pytest.mark.parametrize("name", ON_DEVICE_FAKE)
+def test_fake_quantize(name) -> None:
+    for dtype in DTYPES:
+        x = blocks(dtype)
+        assert differing(fp4kit.fake_quantize(cupy.asarray(x), name), fp4kit.fake_quantize(x, name)) == 0
+
+
+def test_amax() -> None:
+    x = np.random.default_rng(5).standard_normal((130, 96)).astype(np.float16)
+    d = cupy.asarray(x)
+    assert differing(fp4kit.amax(d), fp4kit.amax(x)) == 0
+    assert differing(fp4kit.amax(d, axis=1), fp4kit.amax(x, axis=1)) == 0
+    assert differing(fp4kit.amax(d, "mxfp4-ocp"), fp4kit.amax(x, "mxfp4-ocp")) == 0
+
+
+def test_out_and_both() -> None:
+    x = blocks(np.float32, 64, 256)
+    d = cupy.asarray(x)
+    first = fp4kit.quantize(cupy.zeros_like(d), "nvfp4-te")
+    again = fp4kit.quantize(d, "nvfp4-te", out=first)
+    assert again is first
+    assert_same(first, fp4kit.quantize(x, "nvfp4-te"))
+    for gpu, cpu in zip(fp4kit.quantize_both(d, "nvfp4-te-2d"), fp4kit.quantize_both(x, "nvfp4-te-2d"), strict=True):
+        assert_same(gpu, cpu)
+
+
+def test_graph_capture_and_streams() -> None:
+    x = blocks(ml_dtypes.bfloat16, 64, 4096)
+    d = cupy.asarray(x)
+    q = fp4kit.quantize(d, "nvfp4-te")
+    amax = q.tensor_amax.copy()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        fp4kit.quantize(d, "nvfp4-te", tensor_amax=amax, out=q)
+        graph = stream.end_capture()
+        q.packed[...] = 0
+        graph.launch()
+    stream.synchronize()
+    assert_same(q, fp4kit.quantize(x, "nvfp4-te"))
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    gpu = fp4kit.quantize(x, "nvfp4-te")
+    assert_same(gpu, fp4kit.quantize(x.cpu(), "nvfp4-te"))
+    assert torch.from_dlpack(gpu.packed).data_ptr() == gpu.packed.data.ptr
+
+
+@pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
+def test_every_float32(name) -> None:
+    """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the specification."""
+    r = replace(RECIPES[name], block=(1, 16), block_rule="e8m0_floor", amax_nan="ignore", tensor_rule=None)
+    anchor = np.float32(4.0 if r.element.bits == 4 else 256.0)
+    step = 1 << 26
+    for start in range(0, 1 << 32, step):
+        bits = cupy.arange(start, start + step, dtype=np.uint32)
+        x = bits.view(np.float32).reshape(-1, 1)
+        small = cupy.abs(x) <= 2 * anchor
+        row = cupy.concatenate([cupy.where(small, x, np.float32(0)), cupy.full((step, 1), anchor, np.float32)], axis=1)
+        padded = cupy.zeros((step, 16), np.float32)
+        padded[:, :2] = row
+        codes = fp4kit.quantize(padded, r).packed[:, 0]
+        expected = _expected_codes(cupy.where(small, x, np.float32(0))[:, 0], r.element)
+        found = codes & 15 if r.element.bits == 4 else codes
+        scale_is_one = cupy.abs(row[:, 0]) < 2 * anchor
+        assert int(cupy.count_nonzero((found != expected) & scale_is_one)) == 0
+
+
+def _expected_codes(x, fmt):
+    """Codes by comparing with the midpoints: the upper neighbour wins a tie if its code is even."""
+    magnitude = cupy.abs(x).astype(np.float64)
+    midpoints = fmt.midpoints
+    below = np.where(np.arange(len(midpoints)) % 2 == 0, np.nextafter(midpoints, np.inf), midpoints)  # even lower code keeps ties
+    codes = cupy.searchsorted(cupy.asarray(below), magnitude, side="right").astype(np.uint8)
+    return codes | cupy.where(cupy.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))
+
+
+def test_every_bfloat16_under_every_scale() -> None:
+    codes = np.resize(np.arange(256, dtype=np.uint8), (256, 32))
+    for name in ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-modelopt"):
+        r = RECIPES[name]
+        size = r.block_size // 2
+        scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 32 // size, axis=1)
+        amax = None if r.tensor_rule is None else np.float32(3.7)
+        cpu = fp4kit.Quantized(codes, scales, amax, amax, (256, 64), np.float32, -1, r)
+        device = None if amax is None else cupy.asarray(amax)
+        gpu = fp4kit.Quantized(cupy.asarray(codes), cupy.asarray(scales), device, device, (256, 64), np.float32, -1, r)
+        for dtype in DTYPES:
+            assert differing(fp4kit.dequantize(gpu, dtype), fp4kit.dequantize(cpu, dtype)) == 0
+    x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(-1, 16)
+    for name in ("nvfp4-te", "mxfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt"):
+        check(np.repeat(x, 2, axis=1), name)

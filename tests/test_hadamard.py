@@ -1,0 +1,58 @@
+"""The randomized Hadamard transform against its matrix, its order of sums, and its place before everything else."""
+
+import numpy as np
+import pytest
+from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
+
+import fp4kit
+from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.testing import assert_same_bits
+
+recipes = pytest.mark.parametrize("name", NAMES)
+
+
+TE_SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)])
+
+
+@pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
+def test_hadamard_of_impulses(hadamard, signs):
+    """Row i of diag(s) H / 4, which E2M1 holds exactly: +-0.25 is code 6 or -6 under a scale of 1 / 24."""
+    x = np.eye(16, dtype=np.float32)
+    q = fp4kit.quantize(x, "nvfp4-te", hadamard=hadamard)
+    assert q.tensor_amax == 0.25
+    assert_same_bits(codes_of(q), np.where(signs[:, None] * SYLVESTER > 0, 7, 15).astype(np.uint8))
+
+
+@pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
+    """In float64, rounded once: integers below 2^8 in, so that every sum is exact."""
+    x = np.random.default_rng(0).integers(-255, 256, (8, 64)).astype(dtype)
+    expected = x.astype(np.float64).reshape(-1, 16) @ (signs[:, None] * SYLVESTER / 4)
+    transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
+    assert_same_bits(transformed, expected.reshape(x.shape).astype(dtype))
+
+
+def butterflies(block):
+    """The transform of 16 Python floats (float64): signs, then sums and differences over distances 1, 2, 4 and 8, then / 4."""
+    y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
+    for distance in (1, 2, 4, 8):
+        y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(16)]
+    return [v / 4 for v in y]
+
+
+def test_the_order_of_hadamard_sums():
+    """Stated, since it shows where float64 sums round and then cancel: every device must give the same bits."""
+    rng = np.random.default_rng(2)
+    x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)
+    x[:, 3], x[:, 9] = 2.0**60, -(2.0**60)
+    assert_same_bits(hadamard_blocks(x), np.array([butterflies(block) for block in x]).astype(np.float32))
+
+
+@recipes
+@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+def test_hadamard_comes_before_everything(name, hadamard):
+    for x in (ORDINARY, FINITE["bf16"]):
+        transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
+        assert_same_bits(fp4kit.quantize(x, name, hadamard=hadamard), fp4kit.quantize(transformed, name))

@@ -1,0 +1,97 @@
+"""The table of recipes: every name in it names something, and what one field promises the others keep."""
+
+import re
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+import fp4kit
+from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.recipes import ALIASES, RECIPES, Recipe
+from fp4kit.reference.codec import ROUNDINGS, SIGNS
+from fp4kit.reference.dequantize import DECODE_RULES
+from fp4kit.reference.fake import FAKE_RULES
+from fp4kit.reference.scaling import BLOCK_RULES, TENSOR_RULES
+
+recipes = pytest.mark.parametrize("r", RECIPES.values(), ids=list(RECIPES))
+FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3 E3M2", "E8M0"), "mxfp8": ("E4M3 E5M2", "E8M0"),
+           "fp8": ("E4M3", None), "int8": ("INT8", None), "int4": ("INT4", None)}  # fmt: skip
+
+
+def test_ids():
+    assert fp4kit.recipes() == tuple(RECIPES)
+    assert [r.id for r in RECIPES.values()] == list(RECIPES)
+    assert len({replace(r, id="", source="", exact="") for r in RECIPES.values()}) == len(RECIPES)  # no rule under two names
+    assert all(re.fullmatch(r"(nvfp4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
+
+
+@recipes
+def test_names_exist(r):
+    assert r.block_rule is None or r.block_rule in BLOCK_RULES or (r.block_rule == "four_over_six" and r.four_over_six)
+    assert r.tensor_rule is None or r.tensor_rule in TENSOR_RULES
+    assert r.decode_rule in DECODE_RULES
+    assert r.fake_rule is None or r.fake_rule in FAKE_RULES
+    assert r.rounding in ROUNDINGS and r.sign in SIGNS
+
+
+def test_every_rule_is_used_or_decodes_recorded_arrays():
+    used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
+    assert set(BLOCK_RULES) | set(TENSOR_RULES) | set(FAKE_RULES) <= used
+    assert set(DECODE_RULES) - used == {"e8m0_flashinfer_api", "e8m0_unbounded"}  # two more decoders of the same codes
+
+
+@recipes
+def test_fields_agree(r):
+    elements, scale = FORMATS[r.id.split("-")[0]]
+    assert r.element.name in elements.split() and (r.scale.name if r.scale else None) == scale
+    assert (r.scale is None) == (r.block_rule is None)
+    assert (r.tensor_scaling == "none") == (r.tensor_rule is None)
+    assert r.scale is not E8M0 or r.tensor_scaling == "none"
+    assert (r.block is None) == (r.scale is None and r.tensor_scaling != "block")
+    assert r.fake_rule or not r.fake_only
+    assert r.nan_code is None or 0 <= r.nan_code < 2**r.element.bits
+    assert r.is_packed == (r.element.bits == 4)
+    assert r.four_over_six is None or (r.block_rule, r.element, r.scale) == ("four_over_six", E2M1, E4M3)
+    assert not r.fast_error or r.four_over_six
+
+
+@recipes
+def test_block_sizes(r):
+    size = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(r.id.split("-")[0])
+    if size:
+        assert r.block == ((size, size) if r.id.endswith("-2d") else (1, size))
+        assert r.block_size == size
+    assert r.block_size == (r.block[1] if r.block else 1)
+
+
+@recipes
+def test_words_for_the_tables(r):
+    assert r.source and r.exact
+    assert r.format_name == r.id.split("-")[0].upper() and r.producer == r.id.split("-")[1]
+    assert repr(r) == f"Recipe({r.id!r})"
+
+
+@recipes
+def test_recipe_finds_it(r):
+    assert fp4kit.recipe(r.id) is r and fp4kit.recipe(r) is r
+
+
+def test_aliases():
+    assert not set(ALIASES) & set(RECIPES)
+    for alias, name in ALIASES.items():
+        assert fp4kit.recipe(alias) is RECIPES[name]
+    assert {name: ALIASES[name] for name in ("nvfp4", "mxfp4", "mxfp8")} == {
+        "nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te",
+    }  # fmt: skip
+
+
+def test_recipes_are_frozen():
+    r = fp4kit.recipe("nvfp4-te")
+    with pytest.raises(FrozenInstanceError):
+        r.block = (1, 32)
+    assert replace(r, block=(1, 32)) != r and replace(r) == r
+
+
+def test_every_field_is_explained():
+    for field in fields(Recipe):
+        assert re.search(rf"\b{field.name}\b", Recipe.__doc__) or field.name == "id", field.name

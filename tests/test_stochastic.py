@@ -1,0 +1,134 @@
+"""Stochastic rounding: the random stream byte for byte, neighbours, means, and how seeds and bytes reach it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
+
+import fp4kit
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.codec import decode
+from fp4kit.reference.stochastic import encode_stochastic, stream_bytes
+from fp4kit.testing import assert_same_bits
+
+
+def philox(counter, key):
+    """Philox4x32-10 in plain integers, from the paper: four words of a counter of four words."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def random_byte(seed, i):
+    """Byte of element i, as the documentation says: byte i % 16, little-endian, of the words of counter i // 16."""
+    counter = i // 16
+    words = philox((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
+    return b"".join(word.to_bytes(4, "little") for word in words)[i % 16]
+
+
+def test_philox_of_the_paper():
+    """The known answers of Random123 for philox4x32-10."""
+    assert philox((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = 0xFFFFFFFF
+    assert philox((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 12345])
+@pytest.mark.parametrize("start", [0, 1, 15, 16, 1000, 2**36 - 3, 2**40 + 7])
+def test_the_stream(seed, start):
+    assert stream_bytes(seed, start, 40).tolist() == [random_byte(seed, start + i) for i in range(40)]
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 40), max_size=6), st.integers(0, 2**45))
+def test_any_cut_of_the_stream_is_the_same_stream(seed, lengths, start):
+    whole = stream_bytes(seed, start, sum(lengths))
+    ends = start + np.cumsum([0, *lengths])
+    parts = [stream_bytes(seed, int(a), int(n)) for a, n in zip(ends, lengths, strict=False)]
+    assert_same_bits(np.concatenate([np.empty(0, np.uint8), *parts]), whole)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_the_seed_means_the_documented_bytes(name):
+    stream = stream_bytes(7, 0, ORDINARY.size).reshape(ORDINARY.shape)
+    for axis, random in ((1, stream), (0, stream.T)):
+        by_seed = fp4kit.quantize(ORDINARY, name, axis=axis, rounding="stochastic", seed=7)
+        assert_same_bits(fp4kit.quantize(ORDINARY, name, axis=axis, rounding="stochastic", seed=random), by_seed)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("view", ["contiguous", "strided"])
+def test_the_stream_runs_through_all_dimensions(name, view):
+    x = ordinary(16, (2, 3, 32, 128))
+    seen = x if view == "contiguous" else as_strided(x)
+    random = stream_bytes(9, 0, x.size).reshape(x.shape)
+    q = fp4kit.quantize(seen, name, rounding="stochastic", seed=9)
+    assert_same_bits(fp4kit.quantize(seen, name, rounding="stochastic", seed=random), q)
+    assert_same_bits(fp4kit.quantize(x, name, rounding="stochastic", seed=as_strided(random)), q)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_seeds(name):
+    seeds = (1, np.int64(1), 2**64 + 1, 2, 2**32 + 1)
+    one, same, wrapped, *others = (fp4kit.quantize(ORDINARY, name, rounding="stochastic", seed=s) for s in seeds)
+    assert_same_bits(one, same)
+    assert_same_bits(one, wrapped)
+    assert all(not np.array_equal(one.packed, other.packed) for other in others)
+    if one.block_scale is not None:
+        assert_same_bits(one.block_scale, fp4kit.quantize(ORDINARY, name).block_scale)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_byte_0_rounds_toward_zero(name):
+    x = np.where(ORDINARY == 0, np.float32(1), ORDINARY)
+    zeros = fp4kit.quantize(x, name, rounding="stochastic", seed=np.zeros(x.shape, np.uint8))
+    assert_same_bits(zeros, fp4kit.quantize(x, replace(RECIPES[name], rounding="rz")))
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_rounding_gives_a_neighbour(name):
+    down = fp4kit.quantize(ORDINARY, name, rounding="stochastic", seed=np.zeros(ORDINARY.shape, np.uint8))
+    q = fp4kit.quantize(ORDINARY, name, rounding="stochastic", seed=3)
+    step = codes_of(q).astype(int) - codes_of(down)
+    assert set(np.unique(step)) == {0, 1}
+    assert 0.2 < step.mean() < 0.6  # about a half, less where small values lie near zero
+
+
+@pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=str)
+def test_the_mean_is_low_by_at_most_a_256th_of_a_step(fmt):
+    """Over all 256 bytes: 0 <= |x| - mean < step / 256. Inputs on a grid of step / 1024, where every sum is exact."""
+    a = fmt.magnitudes.astype(np.float64)
+    steps = np.diff(a)
+    x = (a[:-1, None] + steps[:, None] * np.arange(0, 1024, 7) / 1024).reshape(-1)
+    step = np.repeat(steps, 147)
+    random = np.broadcast_to(np.arange(256, dtype=np.uint8), (len(x), 256))
+    for sign in (1, -1):
+        codes = encode_stochastic(np.repeat((sign * x).astype(np.float32)[:, None], 256, axis=1), fmt, random)
+        low = x - sign * decode(codes, fmt).astype(np.float64).mean(axis=1)
+        assert np.all((low >= 0) & (low < step / 256))
+
+
+def test_the_mean_of_the_stream_is_unbiased():
+    """A tensor of one value between two codes: up as often as the distance says, within five standard deviations."""
+    x = np.full((512, 32), 2.3, np.float32)
+    x[:, ::16] = 6
+    q = fp4kit.quantize(x, "mxfp4-ocp", rounding="stochastic", seed=1)
+    chosen = fp4kit.dequantize(q)[x != 6]
+    assert set(np.unique(chosen)) == {2, 3}
+    deviation = np.sqrt(0.3 * 0.7 / chosen.size)
+    assert abs(chosen.mean() - (2.3 - 0.5 / 256)) < 5 * deviation
+
+
+def test_stochastic_rounding_of_specials():
+    """Saturates, keeps the sign of zero, and takes NaN to the largest value or the format's NaN, whatever the byte."""
+    x = np.array([np.inf, -np.inf, 7, -7, 0.0, -0.0, np.nan, -np.nan], np.float32)
+    for byte in (0, 128, 255):
+        random = np.full(len(x), byte, np.uint8)
+        assert encode_stochastic(x, E2M1, random).tolist() == [7, 15, 7, 15, 0, 8, 7, 7]
+        assert encode_stochastic(x * 100, E4M3, random).tolist() == [0x7E, 0xFE, 0x7E, 0xFE, 0, 0x80, 0x7F, 0x7F]
