@@ -22,6 +22,7 @@ from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.training.master_weights import Shard, cast_master_weights
 
 __version__ = "0.1.0"
 
@@ -31,8 +32,10 @@ __all__ = [
     "Quantized",
     "Recipe",
     "Requantized",
+    "Shard",
     "amax",
     "amax_grouped",
+    "cast_master_weights",
     "compare",
     "dequantize",
     "fake_quantize",

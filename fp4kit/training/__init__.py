@@ -1,0 +1,1 @@
+"""Training with FP4: primary weights cast from shards of their master weights."""

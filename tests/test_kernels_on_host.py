@@ -1,0 +1,119 @@
+"""The CUDA kernels, compiled by the system's C++ compiler under sanitizers, give the bytes of the NumPy specification.
+
+See host/README.md. NaN values compare as NaN: their bits depend on the machine.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import cycle
+
+import numpy as np
+import pytest
+from host.cases import F16, F32, Amax, Dequantize, Quantize
+from host.harness import Host, require_compiler
+from inputs import BF16
+
+from fp4kit.cuda import loader
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+from fp4kit.testing import assert_same_bits
+
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only]
+THIRDS = [WITH_CODES[i::3] for i in range(3)]
+
+
+def variant(id: str, columns: int) -> Recipe:
+    """A recipe with longer blocks."""
+    return replace(RECIPES[id], id=f"{id}-{columns}", block=(1, columns))
+
+
+QUANTIZE = [Quantize(r, misaligned=r in THIRDS[2]) for r in WITH_CODES]
+QUANTIZE += [Quantize(r, F32) for r in THIRDS[0]] + [Quantize(r, F16) for r in THIRDS[1]]
+QUANTIZE += [Quantize(variant("nvfp4-te", 64)), Quantize(variant("mxfp4-ocp", 64)), Quantize(variant("mxfp8-te", 128), F32)]
+SWIZZLED = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te-2d")
+LAYOUTS = [Quantize(RECIPES[id], layout="swizzled_128x4") for id in SWIZZLED]
+LAYOUTS += [Quantize(RECIPES[id], layout="swizzled_8x4") for id in ("mxfp4-ocp", "mxfp8-te", "nvfp4-te-4over6-mse-448")]
+DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
+FAKE = [Quantize(r, dtype, fake=True, misaligned=r in THIRDS[1]) for r, dtype in DTYPES.items() if r.fake_rule is None]
+STOCHASTIC = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2")
+RANDOM = [Quantize(RECIPES[id], rounding=source) for id in STOCHASTIC for source in ("seed", "bytes")]
+RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quantize(RECIPES["fp8-modelopt"], rounding="seed")]
+TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
+TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]
+CALIBRATED = [Quantize(r, block_amax=True) for r in WITH_CODES if r.static]
+DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
+DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
+DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
+UNEVEN = Dequantize(RECIPES["fp8-modelopt"])
+AMAX = [Amax(dtype, counted) for dtype in (F32, F16, BF16) for counted in ("all", "no_nan", "finite")]
+AMAX += [Amax(F32, by_row=True), Amax(BF16, "no_nan", by_row=True), Amax(F16, "finite", by_row=True)]
+AMAX += [Amax(dtype, mask=TE_SIGN_MASK) for dtype in (F32, F16, BF16)] + [Amax(BF16, "no_nan", True, 0)]
+
+
+@pytest.fixture(scope="module")
+def host(request, tmp_path_factory):
+    """The host, compiling what the selected tests launch."""
+    folder = tmp_path_factory.mktemp("host")
+    compiler = require_compiler(folder)
+    selected = (item.callspec.params for item in request.session.items if item.module is request.module)
+    cases = [params["case"] for params in selected if "case" in params]
+    with Host(folder, compiler) as host:
+        host.build(lambda case=case: list(case.run()) for case in cases)
+        yield host
+
+
+def unify_nan(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype == np.uint8 else np.where(np.isnan(x), x.dtype.type(np.nan), x)
+
+
+def check(host: Host, case: Quantize | Dequantize | Amax) -> None:
+    results = host.run(lambda: list(case.run()))
+    assert results
+    for name, actual, expected in results:
+        assert_same_bits(unify_nan(actual), unify_nan(expected), name)
+
+
+@pytest.mark.parametrize("case", QUANTIZE + LAYOUTS + RANDOM + TRANSFORMED + CALIBRATED, ids=str)
+def test_quantize(host, case):
+    check(host, case)
+
+
+@pytest.mark.parametrize("case", FAKE, ids=str)
+def test_fake_quantize(host, case):
+    check(host, case)
+
+
+@pytest.mark.parametrize("case", DEQUANTIZE, ids=str)
+def test_dequantize(host, case):
+    check(host, case)
+
+
+@pytest.mark.parametrize("case", AMAX, ids=str)
+def test_amax(host, case):
+    check(host, case)
+
+
+# ---- these tests can fail -------------------------------------------------------------------------------------------------
+
+MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
+    "scales in wrong places": ("layout.cuh", "r % 32 * 16", "r % 32 * 8", LAYOUTS[0], r"scales: \d+ of \d+ differ"),
+    "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
+    "no barriers": ("quantize_tile.cu", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
+    "a run too far": ("dequantize.cu", "minimum<i64>(kRun, a.columns - column)", "kRun", UNEVEN, "buffer-overflow"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_changed_line_is_seen(host, tmp_path, name):
+    file, text, changed, case, seen = MUTATIONS[name]
+    if seen == "buffer-overflow" and not host.compiler.sanitizes:
+        pytest.skip("the C++ compiler has no sanitizers")
+    sources = tmp_path / "cuda"
+    shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    original = (sources / file).read_text()
+    assert text in original, f"{file} has no {text!r} any more; choose another line to change"
+    (sources / file).write_text(original.replace(text, changed))
+    with Host(tmp_path, host.compiler, sources) as mutant, pytest.raises(AssertionError, match=seen):
+        check(mutant, case)
