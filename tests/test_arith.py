@@ -133,3 +133,15 @@ def test_reciprocal_keeps_shape_and_input():
     y = reciprocal_approx_ftz(x)
     assert (y.shape, y.dtype) == ((3, 4), np.float32)
     assert float(reciprocal_approx_ftz(np.float32(4))) == 0.25
+
+
+def test_tiny_is_decided_before_rounding_to_subnormals():
+    """Measured on an H200: a product of (1 - 2^-24) * 2^-126 is flushed, one of (1 - 2^-26) * 2^-126 is 2^-126."""
+    smallest, half = np.float32(2.0**-126), np.float32(2.0**-63)
+    below = np.nextafter(np.float32(1), np.float32(0))
+    assert multiply_ftz(below, smallest) == 0 and below * smallest == smallest
+    up, down = half * np.float32(1 + 2.0**-13), half * np.float32(1 - 2.0**-13)
+    assert multiply_ftz(up, down) == smallest
+    assert multiply_ftz(half * np.float32(1 + 2.0**-12), half * np.float32(1 - 2.0**-12)) == 0
+    assert divide_ftz(half * below, np.float32(2.0**63)) == 0
+    assert divide_ftz(half, np.float32(2.0**63)) == smallest

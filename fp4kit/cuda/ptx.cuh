@@ -7,13 +7,19 @@
 // Subnormal -> zero of the same sign.
 FP4KIT_DEVICE float flush(float x) { return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x; }
 
+// A result of an .ftz operation: zero if it is below 2^-126 after rounding to 24 bits with an unbounded exponent.
+FP4KIT_DEVICE float flush_result(float result, double exact) {
+  const double tiny = 1.1754943508222875e-38 * (1.0 - 1.0 / 33554432.0);  // 2^-126 (1 - 2^-25)
+  return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
+}
+
 FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__
   float y;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  return flush(flush(a) * flush(b));
+  return flush_result(flush(a) * flush(b), static_cast<double>(flush(a)) * flush(b));
 #endif
 }
 
@@ -23,7 +29,7 @@ FP4KIT_DEVICE float div_ftz(float a, float b) {
   asm("div.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  return flush(flush(a) / flush(b));
+  return flush_result(flush(a) / flush(b), static_cast<double>(flush(a)) / flush(b));
 #endif
 }
 
