@@ -1,11 +1,12 @@
 """float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 over all significands."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, narrow_float64, reciprocal_approx_ftz
 from fp4kit.testing import assert_same_bits
 
 TINY = np.float32(2.0**-126)  # the smallest normal
@@ -145,3 +146,13 @@ def test_tiny_is_decided_before_rounding_to_subnormals():
     assert multiply_ftz(half * np.float32(1 + 2.0**-12), half * np.float32(1 - 2.0**-12)) == 0
     assert divide_ftz(half * below, np.float32(2.0**63)) == 0
     assert divide_ftz(half, np.float32(2.0**63)) == smallest
+
+
+def test_float64_is_rounded_once():
+    """Beside a tie of bfloat16 that float32 cannot tell from it; float16 and float32 go through NumPy."""
+    tie = 6096.0  # between the bfloat16 neighbours 6080 (even) and 6112
+    x = np.array([tie, tie * (1 + 2.0**-40), tie * (1 - 2.0**-40), -tie * (1 + 2.0**-40), np.inf, np.nan, 0.0, 1e-300])
+    found = narrow_float64(x, np.dtype(ml_dtypes.bfloat16)).astype(np.float64)
+    np.testing.assert_array_equal(found, [6080, 6112, 6080, -6112, np.inf, np.nan, 0, 0])
+    half = np.array([2049 * (1 + 2.0**-40), 2049.0])
+    assert narrow_float64(half, np.dtype(np.float16)).tolist() == [2050, 2048]

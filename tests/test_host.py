@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from host.harness import DeviceArray, Host, require_compiler
+from inputs import BF16
 
 from fp4kit.cuda import loader
+from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.testing import assert_same_bits
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +78,54 @@ def test_arguments_of_another_size_are_seen(host):
 def test_what_does_not_compile_shows_the_compiler_s_words(host):
     with pytest.raises(AssertionError, match="nonsense"):
         launch_sum(host, "nonsense()")
+
+
+# ---- the software twins of instructions ------------------------------------------------------------------------------------
+
+TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
+    "mul_ftz(p.a[i], p.b[i])": multiply_ftz,
+    "div_ftz(p.a[i], p.b[i])": divide_ftz,
+    "rcp_approx_ftz(p.a[i])": lambda a, b: reciprocal_approx_ftz(a),
+    "widen_f16(narrow_f16(p.a[i]))": lambda a, b: a.astype(np.float16).astype(np.float32),
+    "widen_bf16(narrow_bf16(p.a[i]))": lambda a, b: a.astype(BF16).astype(np.float32),
+}
+TWIN = """
+struct Arguments { const float *a, *b; float* y; long long count; };
+extern "C" __global__ void twin_kernel(Arguments p) {
+  for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.y[i] = EXPRESSION;
+}
+"""
+
+
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    """Floats of all sizes, and partners that put products and quotients at and beside the smallest normal; edges with edges."""
+    rng = np.random.default_rng(5)
+    a = rng.integers(0, 2**32, 20000, np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        partners = [(np.float64(2.0**-126) / a).astype(np.float32), (a / np.float64(2.0**-126)).astype(np.float32)]
+    beside = [(b.view(np.uint32) + rng.integers(-2, 3, b.size)).astype(np.uint32).view(np.float32) for b in partners]
+    tiny, least, largest = np.float32(2.0**-149), np.float32(2.0**-126), np.finfo(np.float32).max
+    edges = np.array([0, tiny, least - tiny, least, 1, 65504, 65520, 3.39e38, largest, 2.0**126, np.inf, np.nan], np.float32)
+    edges = np.concatenate([edges, -edges])
+    x, y = (m.reshape(-1) for m in np.meshgrid(edges, edges))
+    return np.concatenate([a, a, x]), np.concatenate([*beside, y])
+
+
+@pytest.mark.parametrize("expression", TWINS)
+def test_twins_of_instructions(host, expression):
+    a, b = pairs()
+    x, y, out = DeviceArray(a), DeviceArray(b), DeviceArray.output(a.shape, np.float32)
+    names = [("a", "u8"), ("b", "u8"), ("y", "u8"), ("count", "i8")]
+    arguments = np.array([(x.data.ptr, y.data.ptr, out.data.ptr, a.size)], names)
+    source = TWIN.replace("EXPRESSION", expression)
+    host.run(lambda: loader.function(source, "twin_kernel", 0)((3,), (256,), (arguments,)))
+    with np.errstate(all="ignore"):
+        expected = TWINS[expression](a, b)
+    both_nan = np.isnan(out.array) & np.isnan(expected)
+    assert_same_bits(np.where(both_nan, 0, out.array), np.where(both_nan, 0, expected), expression)
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_ci", ["true", ""])

@@ -109,6 +109,6 @@ struct decode_e8m0_flashinfer_api : decode_product {
 };
 struct decode_int_modelopt {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? 0.0f : t.encode; }
-  FP4KIT_DEVICE float apply(float value, float scale) { return scale == 0.0f ? 0.0f : value / scale; }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? -1.0f : t.encode; }  // no scale is negative
+  FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
 };

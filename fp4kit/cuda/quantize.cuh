@@ -36,6 +36,13 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
   }
 }
 
+// Random byte of one element.
+FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
+  if (a.random) return a.random[index];
+  const Words words = stream_words(a.seed, static_cast<u64>(index) / 16);
+  return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
+}
+
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_run(const Arguments& a, i64 first, const float (&x)[kRun], float factor, u32 (&codes)[kRun]) {
   if constexpr (R::kStochastic) {

@@ -23,7 +23,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a) {
     const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, row, 0, 1);
     const float factor = block_none::factor<R, In>(0u, t);
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
-    if (column + kRun <= a.columns && kAligned) {
+    if (kAligned && column + kRun <= a.columns && (a.rows == 1 || a.columns % kRun == 0)) {
       float run[kRun];
       u32 codes[kRun];
       load_run<In, kRun, true>(x, run);
@@ -34,7 +34,9 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a) {
       const int left = static_cast<int>(minimum<i64>(kRun, a.columns - column));
       u32 low = 0u;
       for (int j = 0; j < left; ++j) {
-        const u32 code = encode_element<R>(scaled_element<R, In>(In::widen(x[j]), factor));
+        const float scaled = scaled_element<R, In>(In::widen(x[j]), factor);
+        const u32 code = R::kStochastic ? encode_stochastic<typename R::Element>(scaled, random_byte(a, first + j))
+                                        : encode_element<R>(scaled);
         if (R::kFake || kPerByte == 1) {
           write_element<R, In>(a, first + j, code, t);
         } else if (j % 2 == 0) {

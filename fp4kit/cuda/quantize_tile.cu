@@ -105,13 +105,12 @@ FP4KIT_DEVICE void quantize_tile(const Arguments& a) {
     if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
     float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
     u32 codes[R::kBlock], scale;
-    if constexpr (R::kFourOverSix) {
-      four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
-    } else {
+    if constexpr (R::kFourOverSix) four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
+    if (!inside) continue;
+    if constexpr (!R::kFourOverSix) {
       scale = R::BlockRule::template code<R, In>(amax, t);
       encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
     }
-    if (!inside) continue;
     write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
     if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(row, block, blocks)] = scale;
     const bool owner = block == 0 && (R::kTensorScaling == TensorScaling::row || row == 0);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import FLT_MIN
@@ -67,3 +68,18 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
     scaled = np.ldexp(near.view(np.float32).astype(np.float64), -exponent)  # exact
     magnitude = np.where(scaled < FLT_MIN, np.float32(0), scaled).astype(np.float32)
     return np.where(ordinary, np.copysign(magnitude, x), exact)
+
+
+def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """float64 rounded once (rn) to float32, float16 or bfloat16: same shape.
+
+    ml_dtypes rounds to float32 on the way to bfloat16. A float32 rounded to odd, whose last bit says that something was cut off,
+    carries enough for the second rounding to be the only one that counts.
+    """
+    if dtype != ml_dtypes.bfloat16:
+        return x.astype(dtype)
+    near = x.astype(np.float32)
+    inexact = np.isfinite(near) & (near.astype(np.float64) != x)
+    truncated = near.view(np.int32) - (np.abs(near.astype(np.float64)) > np.abs(x))
+    odd = np.where(inexact, truncated | 1, near.view(np.int32)).astype(np.int32)
+    return odd.view(np.float32).astype(dtype)

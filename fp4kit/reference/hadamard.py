@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp4kit.reference.arith import narrow_float64
+
 BLOCK = 16
 TE_SIGN_MASK = 0xD7E8  # bit i set: input i of a block is negated
 
@@ -23,4 +25,4 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
             pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
             low, high = pairs[..., 0, :], pairs[..., 1, :]
             y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
-        return (y / 4).astype(x.dtype).reshape(x.shape)
+        return narrow_float64(y / 4, x.dtype).reshape(x.shape)

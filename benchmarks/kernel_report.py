@@ -1,0 +1,149 @@
+"""Registers, spills and shared memory of the CUDA kernels, as NVRTC's assembler reports them. No GPU is needed.
+
+    python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
+
+Prints a table and writes it to benchmarks/results/registers.md. Resident threads are those that fit a multiprocessor of 65,536
+registers and 2,048 threads. The exit status is 1 if a kernel spills registers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.cuda import launch, loader, nvrtc
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+
+F32, F16, BF16 = (np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+REPORT = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
+    r"ptxas info\s+: Used (\d+) registers(?:.*?(\d+) bytes smem)?"
+)
+OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt")
+OUTPUT = Path(__file__).parent / "results" / "registers.md"
+
+
+class Kernel(NamedTuple):
+    """One instantiation, and the words that name it in the table."""
+
+    kernel: str
+    recipe: str
+    types: str
+    options: str
+    source: str
+
+
+def quantize_kernel(r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object) -> Kernel:
+    """The kernel that quantizes dtype to a recipe; options as those of recipe_struct."""
+    file = launch.kind_of(r)
+    struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
+    names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
+    names += ["hadamard" if name == "sign_mask" else name for name in options]
+    source = instantiation(file, struct, Input=TYPES[dtype], kAligned=aligned)
+    return Kernel(f"{file}_kernel", r.id, str(dtype), ", ".join(names), source)
+
+
+def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
+    """The kernel that decodes a recipe to dtype."""
+    source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
+    return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
+
+
+def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
+    """The kernel of the amax of a tensor."""
+    transform = f"struct Transform {{ static constexpr bool kHadamard = {str(hadamard).lower()}; "
+    transform += f"static constexpr u32 kSignMask = {TE_SIGN_MASK}u; }};"
+    source = instantiation("amax", transform, Input=TYPES[dtype], kCounted="AmaxInput::all", kAligned=True)
+    return Kernel("amax_kernel", "", str(dtype), "hadamard" * hadamard, source)
+
+
+def kernels() -> Iterator[Kernel]:
+    """Every recipe from bfloat16, some from other types and with options, dequantize, amax."""
+    for r in RECIPES.values():
+        if not r.fake_only:
+            yield quantize_kernel(r, BF16)
+    for id in OTHER_INPUTS:
+        yield from (quantize_kernel(RECIPES[id], dtype) for dtype in (F32, F16))
+        yield quantize_kernel(RECIPES[id], BF16, aligned=False)
+        yield quantize_kernel(RECIPES[id], BF16, fake=True)
+        yield quantize_kernel(RECIPES[id], BF16, stochastic=True)
+        yield from (dequantize_kernel(RECIPES[id], dtype) for dtype in (F32, BF16))
+    for id in ("nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp"):
+        yield quantize_kernel(RECIPES[id], BF16, layout="swizzled_128x4")
+    yield quantize_kernel(RECIPES["nvfp4-te-reference"], BF16, sign_mask=TE_SIGN_MASK)
+    yield from (amax_kernel(dtype, hadamard) for dtype in (F32, BF16) for hadamard in (False, True))
+
+
+class Usage(NamedTuple):
+    """What one kernel takes: registers a thread, bytes of spills and of stack a thread, bytes of shared memory a block."""
+
+    registers: int
+    spills: int
+    stack: int
+    shared: int
+
+    @property
+    def resident_threads(self) -> int:
+        """Threads of a multiprocessor; registers are given out by eights a thread."""
+        blocks = 65536 // (-(-self.registers // 8) * 8 * launch.THREADS)
+        return min(blocks * launch.THREADS, 2048)
+
+
+def usage(kernel: Kernel, arch: str) -> Usage:
+    """Compile and read the assembler's report. Raises ValueError if it has another form."""
+    headers = loader.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
+    options = (*loader.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    _, log = nvrtc.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
+    log = log[log.find(f"'{kernel.kernel}'") :]
+    found = REPORT.search(log)
+    if found is None:
+        raise ValueError(f"kernel_report: no report of {kernel.kernel} in the log of NVRTC {nvrtc.version()}:\n{log}")
+    stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
+    return Usage(registers, stores + loads, stack, shared)
+
+
+def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
+    """The report as Markdown."""
+    version = ".".join(map(str, nvrtc.version()))
+    spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
+    lines = [
+        f"# Registers and memory of the kernels, {arch}",
+        "",
+        f"Written by `benchmarks/kernel_report.py` with NVRTC {version}, {date.today()}; blocks of {launch.THREADS} threads.",
+        f"Kernels that spill registers: {'; '.join(spilling) or 'none'}.",
+        "",
+        "| kernel | recipe | elements | options | registers | spill bytes | stack bytes | shared bytes | resident threads |",
+        "| --- | --- | --- | --- | --: | --: | --: | --: | --: |",
+    ]
+    for kernel, used in rows:
+        cells = (*kernel[:4], *map(str, used), str(used.resident_threads))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Print and write the report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--arch", default="sm_90", help="architecture, such as sm_100a (default: sm_90)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="file to write")
+    options = parser.parse_args()
+    rows = [(kernel, usage(kernel, options.arch)) for kernel in kernels()]
+    text = table(rows, options.arch)
+    options.output.write_text(text)
+    print(text, end="")
+    return int(any(used.spills for _, used in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""Cases: what launches a kernel through fp4kit.cuda.launch, and what the NumPy specification expects of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from host.harness import DeviceArray
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.cuda import launch
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+from fp4kit.testing import adversarial_blocks
+
+F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
+Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected
+
+
+def matrix(kind: str, dtype: np.dtype, r: Recipe) -> np.ndarray:
+    """A matrix of whole blocks: adversarial; ordinary, wider and taller than whole tiles; of one row; with inf and NaN."""
+    if kind == "adversarial":
+        return np.resize(adversarial_blocks(dtype), (64, 256))
+    size = r.block_size if r.block else 18 if r.is_packed else 19
+    blocks = {"uneven": (37, 19 if size <= 32 else 3), "row": (1, 261 if size <= 32 else 5), "nonfinite": (33, 4)}
+    rows, columns = blocks[kind]
+    x = ordinary(4, (rows, columns * size), dtype)
+    if kind == "nonfinite":
+        places = np.random.default_rng(1).permutation(x.size // 8)[: x.size // 80]
+        x.reshape(-1)[places] = np.resize(np.array([np.inf, np.nan, -np.inf, -np.nan], dtype), len(places))
+    return x
+
+
+def device(array: np.ndarray | None) -> DeviceArray | None:
+    return None if array is None else DeviceArray(array)
+
+
+def copies(amax: np.ndarray | None) -> DeviceArray | None:
+    """Where a kernel writes the tensor scales of an amax."""
+    return None if amax is None else DeviceArray.output(amax.shape, np.float32)
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """One instantiation of a quantize kernel or more, and what it is run on."""
+
+    recipe: Recipe
+    dtype: np.dtype = BF16
+    layout: str = "linear"
+    fake: bool = False
+    rounding: str = "nearest"  # or "seed", "bytes": stochastic
+    hadamard: bool | str = False
+    block_amax: bool = False
+    misaligned: bool = False  # also at an address that is a multiple of an element only: another instantiation
+
+    def __str__(self) -> str:
+        flags = {"fake": self.fake, "hadamard": self.hadamard, "block_amax": self.block_amax, "misaligned": self.misaligned}
+        named = [
+            self.layout,
+            self.rounding,
+            *(name if flag is True else f"{name}_{flag}" for name, flag in flags.items() if flag),
+        ]
+        return "-".join([self.recipe.id, str(self.dtype), *(name for name in named if name not in ("linear", "nearest"))])
+
+    def options(self, x: np.ndarray) -> dict[str, object]:
+        """Arguments of fp4kit.quantize."""
+        rng = np.random.default_rng(2)
+        seed = {"seed": 0x123456789ABCDEF, "bytes": rng.integers(0, 256, x.shape, np.uint8)}.get(self.rounding)
+        found = {} if seed is None else {"rounding": "stochastic", "seed": seed}
+        if self.block_amax:
+            found["block_amax"] = np.exp2(rng.uniform(-8, 8, scale_shape(x.shape, self.recipe))).astype(np.float32)
+        return found
+
+    def run(self) -> Iterator[Result]:
+        for kind in ("adversarial", "uneven", "row", "nonfinite"):
+            x = matrix(kind, self.dtype, self.recipe)
+            yield from self.compare(x, 0, None)
+            if self.recipe.tensor_scaling == "tensor":  # adversarial blocks are too far apart for one tensor scale
+                yield from self.compare(x, 0, np.float32(3.7))
+            if self.misaligned:
+                yield from self.compare(x, self.dtype.itemsize, None)
+
+    def compare(self, x: np.ndarray, misalignment: int, amax: np.float32 | None) -> Iterator[Result]:
+        q, options = expected_codes(self, x.tobytes(), x.shape, amax), self.options(x)
+        seed = options.get("seed")
+        packed, scales, decode_scale, values = (None,) * 4
+        if self.fake:
+            values = DeviceArray.output(x.shape, x.dtype, misalignment)
+        else:
+            packed, decode_scale = DeviceArray.output(q.packed.shape, np.uint8), copies(q.tensor_amax)
+            if q.block_scale is not None:
+                make = DeviceArray.output if self.layout == "linear" else DeviceArray.zeros
+                scales = make(q.block_scale.shape, np.uint8)
+        launch.quantize_matrix(
+            DeviceArray(x, misalignment),
+            self.recipe,
+            self.layout,
+            device(q.tensor_amax),
+            packed,
+            scales,
+            decode_scale,
+            values=values,
+            seed=seed if isinstance(seed, int) else None,
+            random=device(seed) if isinstance(seed, np.ndarray) else None,
+            mask={False: None, True: TE_SIGN_MASK, "no_signs": 0}[self.hadamard],
+            block_amax=device(options.get("block_amax")),
+        )
+        if self.fake:
+            yield "values", values.array, fp4kit.dequantize(q)
+            return
+        yield "packed", packed.array, q.packed
+        for name, actual, expected in (("scales", scales, q.block_scale), ("tensor_scale", decode_scale, q.tensor_scale)):
+            if actual is not None:
+                yield name, actual.array, expected
+
+
+@cache
+def expected_codes(case: Quantize, data: bytes, shape: tuple[int, int], amax: np.float32 | None) -> Quantized:
+    x = np.frombuffer(data, case.dtype).reshape(shape)
+    options = case.options(x) | {"tensor_amax": amax, "scale_layout": case.layout, "hadamard": case.hadamard}
+    return fp4kit.quantize(x, case.recipe, **options)
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """Instantiations of the dequantize kernel, one an output type, on every code under every scale."""
+
+    recipe: Recipe
+    dtype: np.dtype = BF16  # of the array that was quantized
+    layout: str = "linear"
+    outputs: tuple[np.dtype, ...] = (F32,)
+
+    def __str__(self) -> str:
+        return f"{self.recipe.id}-{self.dtype}-{self.layout}-to-{'-'.join(map(str, self.outputs))}"
+
+    def run(self) -> Iterator[Result]:
+        for shape in ((64, 256), (3, 3 * self.recipe.block_size) if self.recipe.block else (5, 38)):
+            for amax in self.amaxes():
+                q = random_codes(self, shape, amax)
+                for dtype in self.outputs:
+                    values = DeviceArray.output(shape, dtype)
+                    packed, scales, amaxes = device(q.packed), device(q.block_scale), device(q.tensor_amax)
+                    launch.dequantize_matrix(packed, scales, self.recipe, self.layout, amaxes, self.dtype, values)
+                    yield f"{dtype} values of amax {amax}", values.array, expected_values(self, shape, amax, dtype)
+
+    def amaxes(self) -> tuple[float, ...]:
+        """What an amax can be; NaN where recipes let it through."""
+        if self.recipe.tensor_scaling == "none":
+            return (0.0,)
+        return (3.7, 0.0, 1e-45, np.inf) + (np.nan,) * (self.recipe.amax_nan == "propagate")
+
+
+def random_codes(case: Dequantize, shape: tuple[int, int], amax: float) -> Quantized:
+    """Random bytes for codes, each scale byte in turn, and an amax for every tensor scale."""
+    r, rng = case.recipe, np.random.default_rng(3)
+    packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)
+    scales = padded_shape(scale_shape(shape, r), case.layout)
+    amaxes = {"none": None, "tensor": (), "row": shape[:1], "block": scales}[r.tensor_scaling]
+    return Quantized(
+        packed,
+        None if r.scale is None else np.resize(np.arange(256, dtype=np.uint8), scales),
+        *(None if amaxes is None else np.full(amaxes, amax, np.float32) for _ in range(2)),
+        shape,
+        case.dtype,
+        1,
+        r,
+        case.layout,
+    )
+
+
+@cache
+def expected_values(case: Dequantize, shape: tuple[int, int], amax: float, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return fp4kit.dequantize(random_codes(case, shape, amax), dtype)
+
+
+@dataclass(frozen=True)
+class Amax:
+    """Instantiations of the amax kernels: of an array or of its rows."""
+
+    dtype: np.dtype
+    counted: str = "all"  # or "no_nan", "finite"
+    by_row: bool = False
+    mask: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.counted}{'-by_row' * self.by_row}{'-hadamard' * (self.mask is not None)}"
+
+    def run(self) -> Iterator[Result]:
+        for shape in ((3, 37), (1, 1), (2, 4099)) if self.mask is None else ((28, 256), (1, 16)):
+            x = np.resize(adversarial_blocks(self.dtype)[::-1], shape)
+            for place, value, misalignment in ((None, 0, 0), (x.size // 2, np.inf, self.dtype.itemsize), (-1, np.nan, 0)):
+                if place is not None:
+                    x.reshape(-1)[place] = value
+                actual = launch.amax(DeviceArray(x, misalignment), self.counted, self.by_row, self.mask)
+                yield f"amax of {shape} with {value}", actual.array, self.expected(x)
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        a = np.abs(x if self.mask is None else hadamard_blocks(x, self.mask)).astype(np.float32)
+        axis = -1 if self.by_row else None
+        if self.counted != "all":
+            a = np.where(np.isfinite(a) if self.counted == "finite" else ~np.isnan(a), a, np.float32(0))
+        return np.max(a, axis=axis)

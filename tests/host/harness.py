@@ -1,0 +1,281 @@
+"""A stand-in for the GPU behind fp4kit.cuda.launch: records what that launches, builds it for the CPU, runs it. See README.md."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from unittest.mock import patch
+from weakref import WeakValueDictionary
+
+import numpy as np
+import pytest
+
+from fp4kit.cuda import launch, loader
+from fp4kit.reference.arith import _reciprocal_table
+
+T = TypeVar("T")
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Fibers are unknown to the leak detector and to fake stacks.
+SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+BATCH = 32  # instantiations of one program: a header costs as much as ten of them
+MORE_BLOCKS = 3  # than there is work, in one of the launches
+MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
+PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
+
+
+class Instantiation(NamedTuple):
+    """What loader.function is asked for: the stub's text, and the name of a kernel in it."""
+
+    source: str
+    kernel: str
+
+
+# ---- the compiler ---------------------------------------------------------------------------------------------------------
+
+
+class Compiler(NamedTuple):
+    """A C++ compiler that can build the programs, and its flags."""
+
+    command: tuple[str, ...]
+
+    @property
+    def sanitizes(self) -> bool:
+        """Whether programs stop at an address outside an array and at undefined behaviour."""
+        return SANITIZERS[0] in self.command
+
+    def build(self, text: str, program: Path, *include: Path) -> None:
+        """Compile the text of a translation unit to a program. Raises AssertionError with what the compiler says."""
+        source = program.with_suffix(".cpp")
+        source.write_text(text)
+        folders = [f"-I{folder}" for folder in (*include, HERE)]
+        result = subprocess.run([*self.command, *folders, str(source), "-o", str(program)], capture_output=True, text=True)
+        assert result.returncode == 0, f"{' '.join(self.command)} {source}:\n{result.stderr[-4000:]}"
+
+
+@cache
+def find_compiler(folder: Path) -> Compiler | str:
+    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with sanitizers if one can; or why none does."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
+    found = [command for command in candidates if shutil.which(command[0])]
+    reason = f"no C++ compiler found (looked for {', '.join(command[0] for command in candidates)})"
+    for sanitizers in (SANITIZERS, ()):
+        for command in found:
+            compiler = Compiler((*command, *FLAGS, *sanitizers))
+            try:
+                compiler.build(PROBE, folder / "probe")
+                subprocess.run([folder / "probe"], check=True, env=os.environ | SANITIZER_OPTIONS, capture_output=True)
+            except (AssertionError, OSError, subprocess.CalledProcessError) as error:
+                reason = f"the C++ compiler cannot build the kernels: {error}"
+            else:
+                return compiler
+    return reason
+
+
+def require_compiler(folder: Path) -> Compiler:
+    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs the sanitizers."""
+    compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
+    if isinstance(compiler, str):
+        (pytest.fail if in_ci else pytest.skip)(f"kernels do not run on the host: {compiler}")
+    if in_ci and not compiler.sanitizes:
+        pytest.fail(f"{compiler.command[0]} has no sanitizers; CI needs them")
+    return compiler
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------------
+
+
+def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
+    """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its own."""
+    headers = sorted(path.name for path in sources.glob("*.cuh"))
+    lines = ['#include "serve.h"', *(f'#include "{name}"' for name in headers)]
+    entries = []
+    for i, (source, kernel) in enumerate(instantiations):
+        files = [(sources / name).read_text() for name in re.findall(r'#include "(\w+\.cu)"', source)]
+        every = re.findall(r"\b(\w+_kernel)\(", "".join([source, *files]))
+        lines += [f"namespace i{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
+        lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<Arguments, {kernel}_{i}>;", "}"]
+        entries.append(f"i{i}::entry")
+    table = f"static const Launch launches[] = {{{', '.join(entries)}}};"
+    return "\n".join([*lines, f"int main(int argc, char** argv) {{ {table} return host_main(argc, argv, launches); }}", ""])
+
+
+class Program:
+    """A running program: launches by number, arrays in and out through pipes."""
+
+    def __init__(self, path: Path, table: Path) -> None:
+        self._command, self._log, self._process = [str(path), str(table)], path.with_suffix(".log"), None
+
+    def launch(self, number: int, grid: int, threads: int, descending: bool, arguments: bytes, arrays: list[Any]) -> list[bytes]:
+        """Arrays (offset of the pointer, misalignment, bytes) after a launch. Raises AssertionError if it stops, with why."""
+        if self._process is None:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    self._command, stdin=-1, stdout=-1, stderr=log, env=os.environ | SANITIZER_OPTIONS
+                )
+        request = [struct.pack("=6I", number, grid, threads, descending, len(arguments), len(arrays)), arguments]
+        request += [struct.pack("=2IQ", offset, misalignment, len(data)) for offset, misalignment, data in arrays]
+        try:
+            self._process.stdin.write(b"".join([*request, *(data for *_, data in arrays)]))
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        sizes = [1, *(len(data) for *_, data in arrays)]
+        done, *answer = (self._process.stdout.read(size) for size in sizes)
+        if [len(data) for data in (done, *answer)] != sizes:
+            raise AssertionError(f"a kernel was stopped: status {self.close()}\n{self._log.read_text(errors='replace')[:6000]}")
+        return answer
+
+    def close(self) -> int:
+        """End the process; a later launch starts it again. Returns its exit status, or minus the signal that stopped it."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.communicate()
+        return process.returncode
+
+
+# ---- arrays and the device ------------------------------------------------------------------------------------------------
+
+
+class DeviceArray:
+    """What launch needs of a CuPy array, over a NumPy array whose address modulo 16 is `misalignment`."""
+
+    at: ClassVar[WeakValueDictionary[int, DeviceArray]] = WeakValueDictionary()
+    device = SimpleNamespace(id=0)
+
+    def __init__(self, values: Any, misalignment: int = 0, is_output: bool = False) -> None:
+        values = np.asarray(values)
+        memory = np.empty(values.nbytes + 32, np.uint8)
+        start = -memory.ctypes.data % 16 + misalignment
+        self.array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        self.array[...] = values
+        self.misalignment, self.is_output = misalignment, is_output
+        self.shape, self.dtype, self.size, self.ndim = values.shape, values.dtype, values.size, values.ndim
+        self.data = SimpleNamespace(ptr=self.array.ctypes.data)
+        self.at[self.data.ptr] = self
+
+    @classmethod
+    def output(cls, shape: tuple[int, ...], dtype: Any, misalignment: int = 0) -> DeviceArray:
+        """An array for a kernel to fill: every byte 0xEE."""
+        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return cls(np.full(count, 0xEE, np.uint8).view(dtype).reshape(shape), misalignment, True)
+
+    @classmethod
+    def zeros(cls, shape: int | tuple[int, ...], dtype: Any) -> DeviceArray:
+        """An array for a kernel to add to."""
+        return cls(np.zeros(shape, dtype), is_output=True)
+
+
+@contextmanager
+def launching_on(function: Callable[[str, str, int], Callable[..., None]]) -> Iterator[None]:
+    """fp4kit.cuda.launch takes its kernels from `function`(source, kernel, device) instead of the loader, and needs no CuPy."""
+    caches = [f for f in vars(launch).values() if hasattr(f, "cache_clear")]
+    fake = SimpleNamespace(zeros=DeviceArray.zeros)
+    with ExitStack() as stack:
+        for cached in caches:  # they hold functions of another device
+            cached.cache_clear()
+            stack.callback(cached.cache_clear)
+        stack.enter_context(patch.object(loader, "function", function))
+        stack.enter_context(patch.object(loader, "cupy", lambda: fake))
+        stack.enter_context(patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS))
+        yield
+
+
+def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
+    """What the calls would launch; nothing is launched."""
+    wanted: dict[Instantiation, None] = {}
+
+    def record(source: str, kernel: str, device: int) -> Callable[..., None]:
+        wanted[Instantiation(source, kernel)] = None
+        return lambda *launch: None
+
+    with launching_on(record):
+        for call in calls:
+            call()
+    return list(wanted)
+
+
+class Host:
+    """The device that fp4kit.cuda.launch launches on while one of its methods runs: the CPU."""
+
+    def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
+        self.compiler, self._folder, self._sources = compiler, folder, sources
+        self._table = folder / "reciprocals"
+        _reciprocal_table().tofile(self._table)
+        self._programs: dict[Instantiation, tuple[Future[Program], int]] = {}
+        self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
+
+    def build(self, calls: Iterable[Callable[[], object]]) -> None:
+        """Start compiling what the calls would launch, many instantiations a program."""
+        new = [instantiation for instantiation in recorded(calls) if instantiation not in self._programs]
+        for start in range(0, len(new), BATCH):
+            self._submit(new[start : start + BATCH])
+
+    def run(self, call: Callable[[], T]) -> T:
+        """call(), with its launches on this device."""
+        with launching_on(self._function):
+            return call()
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all programs, built or not."""
+        self._pool.shutdown(cancel_futures=True)
+        for future in {future for future, _ in self._programs.values()}:
+            if not future.cancelled() and not future.exception():
+                future.result().close()
+
+    def _submit(self, batch: list[Instantiation]) -> None:
+        program = self._pool.submit(self._compile, batch)
+        self._programs |= {instantiation: (program, i) for i, instantiation in enumerate(batch)}
+
+    def _compile(self, batch: list[Instantiation]) -> Program:
+        text = program_text(batch, self._sources)
+        path = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        self.compiler.build(text, path, self._sources)
+        return Program(path, self._table)
+
+    def _function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
+        instantiation = Instantiation(source, kernel)
+        if instantiation not in self._programs:
+            self._submit([instantiation])
+        future, number = self._programs[instantiation]
+
+        def launch_everywhere(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray]) -> None:
+            launch_one(future.result(), number, grid[0], threads[0], arguments[0])
+
+        return launch_everywhere
+
+
+def launch_one(program: Program, number: int, grid: int, threads: int, arguments: np.ndarray) -> None:
+    """A launch, repeated with one block and with more blocks than there is work, and in the opposite order of threads.
+
+    All must give the same bytes and leave the inputs alone.
+    """
+    fields = [(name, int(arguments[name][0]), arguments.dtype.fields[name][1]) for name in arguments.dtype.names]
+    arrays = [(name, DeviceArray.at[value], offset) for name, value, offset in fields if value in DeviceArray.at]
+    packed = [(offset, array.misalignment, array.array.tobytes()) for _, array, offset in arrays]
+    first, *others = (
+        program.launch(number, blocks, threads, descending, arguments.tobytes(), packed)
+        for blocks, descending in ((grid, False), (1, True), (grid + MORE_BLOCKS, True))
+    )
+    for (name, array, _), data, *repeated in zip(arrays, first, *others, strict=True):
+        assert repeated == [data, data], f"{name} depends on the grid or on the order of threads"
+        assert array.is_output or data == array.array.tobytes(), f"{name} is an input, and the kernel wrote to it"
+        array.array[...] = np.frombuffer(data, array.dtype).reshape(array.shape)

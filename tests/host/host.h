@@ -1,0 +1,133 @@
+// CUDA on the host, for tests: the kernels' own sources, compiled by the system's C++ compiler, with their launch geometry.
+//
+// A thread of a block is a fiber (ucontext) that runs until it waits at a barrier or returns; blocks run one after the other.
+// So a launch is deterministic, and two launches in opposite orders of threads tell whether a barrier is missing.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static
+
+struct Index { unsigned x = 0, y = 0, z = 0; };
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+[[noreturn]] inline void host_fail(const char* message) {
+  std::fprintf(stderr, "host.h: thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, message);
+  std::exit(1);
+}
+
+// ---- fibers and barriers ----------------------------------------------------------------------------------------------
+
+constexpr unsigned kHostThreads = 1024, kHostStack = 64 * 1024, kHostWarp = 32;
+struct HostFiber { ucontext_t context; bool running; };
+struct HostBarrier { unsigned arrived, generation; };
+
+inline HostFiber host_fibers[kHostThreads];
+inline ucontext_t host_scheduler;
+inline HostBarrier host_block, host_warps[kHostThreads / kHostWarp];
+inline unsigned host_lanes[kHostThreads];
+inline bool host_progress;
+inline void (*host_call)(const void*);
+inline const void* host_arguments;
+
+inline void host_yield() { swapcontext(&host_fibers[threadIdx.x].context, &host_scheduler); }
+
+inline void host_fiber() {
+  for (;;) {
+    host_call(host_arguments);
+    host_fibers[threadIdx.x].running = false;
+    host_progress = true;
+    host_yield();
+  }
+}
+
+inline void host_wait(HostBarrier& barrier, unsigned threads) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived < threads) {
+    while (barrier.generation == generation) host_yield();
+  } else {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    host_progress = true;
+  }
+}
+
+inline void host_run_block(unsigned threads, bool descending) {
+  for (unsigned t = 0; t < threads; ++t) {
+    ucontext_t& context = host_fibers[t].context;
+    host_fibers[t].running = true;
+    if (context.uc_stack.ss_sp) continue;  // it waits at the end of its previous call
+    getcontext(&context);
+    context.uc_stack.ss_sp = std::malloc(kHostStack);
+    context.uc_stack.ss_size = kHostStack;
+    makecontext(&context, host_fiber, 0);
+  }
+  for (bool any = true; any;) {
+    any = host_progress = false;
+    for (unsigned i = 0; i < threads; ++i) {
+      threadIdx = {descending ? threads - 1 - i : i};
+      HostFiber& fiber = host_fibers[threadIdx.x];
+      if (fiber.running) swapcontext(&host_scheduler, &fiber.context);
+      any |= fiber.running;
+    }
+    if (!host_progress) host_fail("waits at a barrier that not every thread reaches");
+  }
+}
+
+// Run kernel(arguments) with `grid` blocks of `threads` threads; descending: the last block and the last thread go first.
+template <class Arguments>
+void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned grid, unsigned threads, bool descending = false) {
+  struct Call { void (*kernel)(Arguments); const Arguments& arguments; } call{kernel, arguments};
+  if (threads > kHostThreads || threads % kHostWarp) host_fail("blocks need whole warps, 1024 threads at most");
+  host_call = [](const void* p) { static_cast<const Call*>(p)->kernel(static_cast<const Call*>(p)->arguments); };
+  host_arguments = &call;
+  gridDim = {grid, 1, 1};
+  blockDim = {threads, 1, 1};
+  for (unsigned b = 0; b < grid; ++b) {
+    blockIdx = {descending ? grid - 1 - b : b};
+    host_run_block(threads, descending);
+  }
+}
+
+// ---- what kernels call ------------------------------------------------------------------------------------------------
+
+inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+
+inline void __syncthreads() { host_wait(host_block, blockDim.x); }
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
+  HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
+  host_lanes[threadIdx.x] = value;
+  host_wait(warp, kHostWarp);
+  const unsigned result = host_lanes[threadIdx.x ^ lane_mask];
+  host_wait(warp, kHostWarp);
+  return result;
+}
+inline unsigned atomicMax(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old < value ? value : old;
+  return old;
+}
+
+// Reciprocals of sm_90, measured: int8 delta per significand (reference/arith.py), set before a launch.
+extern "C" { inline const signed char* host_reciprocal_table = nullptr; }
+
+inline float rcp_approx_ftz(float x) {
+  if (std::fabs(x) < 0x1p-126f) x = std::copysign(0.0f, x);
+  const float exact = 1.0f / x;
+  if (!std::isfinite(exact) || !std::isfinite(x)) return exact;
+  const unsigned bits = __float_as_uint(x), significand = bits & 0x7FFFFFu;
+  const float one = __uint_as_float(significand | 0x3F800000u);
+  const float near = __uint_as_float(__float_as_uint(1.0f / one) + host_reciprocal_table[significand]);
+  const double scaled = std::ldexp(static_cast<double>(near), 127 - static_cast<int>(bits >> 23 & 0xFFu));
+  return std::copysign(scaled < 0x1p-126 ? 0.0f : static_cast<float>(scaled), x);
+}

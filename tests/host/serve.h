@@ -1,0 +1,64 @@
+// The main loop of a test program: launches kernels as its standard input asks, until that ends. See README.md.
+//
+//   request   uint32 kernel, grid, threads, descending, bytes of the arguments, number of arrays; the arguments;
+//             for each array: uint32 offset of its pointer in the arguments, uint32 misalignment, uint64 bytes; then the arrays
+//   answer    one byte, and the arrays afterwards
+#pragma once
+
+#include <unistd.h>
+
+#include "host.h"
+
+using Launch = void (*)(const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads, bool descending);
+
+template <class Arguments, void (*kKernel)(Arguments)>
+void launch(const unsigned char* bytes, size_t size, unsigned grid, unsigned threads, bool descending) {
+  if (size != sizeof(Arguments)) host_fail("the launcher's arguments and the kernel's have different sizes");
+  Arguments arguments;
+  std::memcpy(&arguments, bytes, size);
+  host_launch(kKernel, arguments, grid, threads, descending);
+}
+
+inline void host_read(void* to, size_t bytes) {
+  if (bytes && std::fread(to, 1, bytes, stdin) != bytes) host_fail("the request ends early");
+}
+
+struct HostRequest { unsigned kernel, grid, threads, descending, bytes, arrays; };
+struct HostArray { unsigned offset, misalignment; unsigned long long bytes; };
+
+// One allocation of exactly the array's size an array, so that the address sanitizer sees one byte too many.
+inline void host_serve(const Launch* launches, const HostRequest& request) {
+  unsigned char arguments[1024];
+  HostArray arrays[32];
+  unsigned char* memory[32];
+  if (request.bytes > sizeof arguments || request.arrays > 32) host_fail("the request is too large");
+  host_read(arguments, request.bytes);
+  host_read(arrays, request.arrays * sizeof(HostArray));
+  for (unsigned i = 0; i < request.arrays; ++i) {
+    memory[i] = static_cast<unsigned char*>(std::malloc(arrays[i].misalignment + arrays[i].bytes));
+    unsigned char* data = memory[i] + arrays[i].misalignment;
+    host_read(data, arrays[i].bytes);
+    std::memcpy(arguments + arrays[i].offset, &data, sizeof data);
+  }
+  alarm(60);  // seconds; launches take milliseconds
+  launches[request.kernel](arguments, request.bytes, request.grid, request.threads, request.descending);
+  alarm(0);
+  std::fputc(1, stdout);
+  for (unsigned i = 0; i < request.arrays; ++i) {
+    std::fwrite(memory[i] + arrays[i].misalignment, 1, arrays[i].bytes, stdout);
+    std::free(memory[i]);
+  }
+  std::fflush(stdout);
+}
+
+// argv[1]: file of the reciprocal table.
+inline int host_main(int argc, char** argv, const Launch* launches) {
+  static signed char table[1 << 23];
+  std::FILE* file = argc > 1 ? std::fopen(argv[1], "rb") : nullptr;
+  if (!file || std::fread(table, 1, sizeof table, file) != sizeof table) host_fail("no table of reciprocals");
+  std::fclose(file);
+  host_reciprocal_table = table;
+  HostRequest request;
+  while (std::fread(&request, sizeof request, 1, stdin) == 1) host_serve(launches, request);
+  return 0;
+}

@@ -1,0 +1,76 @@
+"""Every kernel compiles with NVRTC, without a warning, for every supported architecture. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+from itertools import cycle
+
+import pytest
+from host.cases import F16, F32, Amax, Dequantize, Quantize
+from host.harness import recorded
+from inputs import BF16
+
+from fp4kit.cuda import loader, nvrtc
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100a", "sm_103a", "sm_120a")
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only]
+DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
+ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
+ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
+KINDS = [
+    Quantize(RECIPES["nvfp4-te"]),
+    Quantize(RECIPES["mxfp4-ocp"], F32),
+    Quantize(RECIPES["mxfp8-te-e5m2"], F16),
+    Quantize(RECIPES["nvfp4-flashinfer"], fake=True),
+    Quantize(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
+    Quantize(RECIPES["nvfp4-flashinfer-4over6-mse-256"], F16),
+    Quantize(RECIPES["int8-modelopt-channel"]),
+    Quantize(RECIPES["mxfp8-te"], rounding="seed"),
+    Quantize(RECIPES["nvfp4-te-reference"], hadamard=True),
+    Dequantize(RECIPES["nvfp4-te"]),
+    Amax(BF16, "no_nan"),
+    Amax(F32, by_row=True, mask=TE_SIGN_MASK),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler():
+    """NVRTC; these tests skip without it, but fail under CI=true."""
+    try:
+        nvrtc.library()
+    except RuntimeError as error:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(str(error))
+
+
+def check_compiles(case: Quantize | Dequantize | Amax, arch: str) -> None:
+    found = recorded([lambda: list(case.run())])
+    assert found
+    for source, kernel in found:
+        cubin, log = loader.compile_source(source, arch)
+        assert cubin.startswith(b"\x7fELF") and kernel.encode() in cubin
+        assert log == ""
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_every_recipe_compiles(case):
+    check_compiles(case, "sm_90")
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_kind_of_kernel_compiles(case, arch):
+    check_compiles(case, arch)
+
+
+def test_a_kernel_that_does_not_compile_raises_with_the_log():
+    with pytest.raises(
+        nvrtc.CompileError, match=r"(?s)wrong\.cu did not compile with .*-arch=sm_90.*wrong\.cu\(1\): error.*nonsense"
+    ):
+        loader.compile_source("nonsense;", "sm_90", "wrong.cu")
+
+
+def test_an_unknown_architecture_raises():
+    with pytest.raises(nvrtc.CompileError, match="sm_1"):
+        loader.compile_source("", "sm_1")

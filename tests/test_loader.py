@@ -1,0 +1,248 @@
+"""The loader of kernels: what a cubin depends on, how the cache is written and repaired, what is said when something lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fp4kit.cuda import loader, nvrtc
+
+SOURCE = '#include "quantize.cu"\n'
+CUBIN = b"a cubin"
+
+
+# ---- the include closure --------------------------------------------------------------------------------------------------
+
+
+def test_include_closure_holds_what_is_included_and_nothing_else():
+    closure = loader.include_closure(("random.cuh",))
+    assert list(closure) == ["random.cuh", "types.cuh"]
+    assert closure["types.cuh"] == (loader.SOURCES / "types.cuh").read_text()
+    assert {"quantize.cu", "quantize.cuh", "block.cuh", "scale.cuh", "ptx.cuh"} <= set(loader.include_closure(("quantize.cu",)))
+    assert "amax.cu" not in loader.include_closure(("quantize.cu",))
+
+
+def test_every_header_is_used():
+    kernels = tuple(path.name for path in loader.SOURCES.glob("*.cu"))
+    assert set(loader.include_closure(kernels)) == {path.name for path in loader.SOURCES.glob("*.cu*")}
+
+
+def test_headers_are_included_once():
+    for path in loader.SOURCES.glob("*.cuh"):
+        assert path.read_text().count("#pragma once\n") == 1, path.name
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """An empty cache and a compiler that counts what it is asked for; the sources are a copy that may be changed."""
+    sources, folder, compiled = tmp_path / "sources", tmp_path / "cache", []
+    shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    folder.mkdir()
+
+    def compile_cubin(source, headers, options, name):
+        compiled.append(options)
+        return CUBIN, ""
+
+    monkeypatch.setattr(loader, "SOURCES", sources)
+    monkeypatch.setattr(loader, "cache_folder", lambda: folder)
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    caches = (loader.include_closure, loader.function)
+    for cached in caches:
+        cached.cache_clear()
+    yield SimpleNamespace(sources=sources, folder=folder, compiled=compiled)
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_a_cubin_is_compiled_once(cache):
+    path = loader.cubin_path(SOURCE, "sm_90")
+    assert path == loader.cubin_path(SOURCE, "sm_90")
+    assert path.read_bytes() == CUBIN
+    assert cache.compiled == [(*loader.OPTIONS, "-arch=sm_90")]
+    assert list(cache.folder.iterdir()) == [path]
+
+
+def change_header(cache, monkeypatch):
+    path = cache.sources / "types.cuh"  # quantize.cu includes it by way of others
+    path.write_text(path.read_text() + "// changed\n")
+    loader.include_closure.cache_clear()
+
+
+def change_options(cache, monkeypatch):
+    monkeypatch.setattr(loader, "OPTIONS", (*loader.OPTIONS, "-G"))
+
+
+def change_compiler(cache, monkeypatch):
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 1))
+
+
+@pytest.mark.parametrize("change", [change_header, change_options, change_compiler])
+def test_a_cubin_depends_on(cache, monkeypatch, change):
+    before = loader.cubin_path(SOURCE, "sm_90")
+    change(cache, monkeypatch)
+    assert loader.cubin_path(SOURCE, "sm_90") != before
+    assert len(cache.compiled) == 2
+
+
+def test_a_cubin_depends_on_source_and_architecture(cache):
+    sources = (SOURCE, SOURCE + "// changed\n")
+    assert len({loader.cubin_path(source, arch) for source in sources for arch in ("sm_90", "sm_100a")}) == 4
+
+
+def test_a_cubin_does_not_depend_on_other_kernels(cache):
+    before = loader.cubin_path(SOURCE, "sm_90")
+    (cache.sources / "amax.cu").write_text("")
+    loader.include_closure.cache_clear()
+    assert loader.cubin_path(SOURCE, "sm_90") == before
+
+
+def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
+    """Whoever reads the cache at the same time finds a whole file or none."""
+    renamed = []
+
+    def replace(source, target):
+        source, target = Path(source), Path(target)
+        assert source.parent == target.parent and source.suffix != ".cubin"
+        assert source.read_bytes() == CUBIN and not target.exists()
+        renamed.append(target)
+        rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", replace)
+    assert loader.cubin_path(SOURCE, "sm_90") in renamed
+
+
+def test_what_does_not_compile_leaves_nothing(cache, monkeypatch):
+    def fail(*arguments):
+        raise nvrtc.CompileError("no")
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", fail)
+    with pytest.raises(nvrtc.CompileError):
+        loader.cubin_path(SOURCE, "sm_90")
+    assert not list(cache.folder.iterdir())
+
+
+def test_the_cache_is_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert loader.cache_folder() == tmp_path / ".cache" / "fp4kit" / "cuda"
+    assert loader.cache_folder().is_dir()
+
+
+def test_the_cache_is_elsewhere_without_a_home_folder(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "temporary"))
+    folder = loader.cache_folder()
+    assert folder.is_dir() and tmp_path / "temporary" in folder.parents
+
+
+def test_no_folder_for_the_cache(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "file")
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "file"))
+    with pytest.raises(RuntimeError, match="no folder for compiled kernels can be written"):
+        loader.cache_folder()
+
+
+# ---- loading, with a CuPy that takes CUBIN for a cubin ---------------------------------------------------------------------
+
+
+class DriverError(Exception):
+    """What the driver says to anything but CUBIN."""
+
+
+class FakeModule:
+    def __init__(self, path):
+        if Path(path).read_bytes() != CUBIN:
+            raise DriverError("CUDA_ERROR_INVALID_IMAGE")
+
+    def get_function(self, kernel):
+        return kernel
+
+
+class FakeDevice:
+    def __init__(self, number):
+        self.compute_capability = {0: "90", 1: "100"}[number]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    driver = SimpleNamespace(CUDADriverError=DriverError)
+    fake = SimpleNamespace(RawModule=FakeModule, cuda=SimpleNamespace(Device=FakeDevice, driver=driver))
+    monkeypatch.setattr(loader, "cupy", lambda: fake)
+
+
+def test_a_function_is_compiled_for_its_device_once(cache, cupy):
+    assert [loader.function(SOURCE, "quantize_kernel", device) for device in (0, 1, 0, 1)] == ["quantize_kernel"] * 4
+    assert [options[-1] for options in cache.compiled] == ["-arch=sm_90", "-arch=sm_100a"]
+
+
+@pytest.mark.parametrize("rubbish", [b"", CUBIN[:-1], b"\x7fELF and nothing"])
+def test_a_corrupt_entry_is_built_again(cache, cupy, rubbish):
+    path = loader.cubin_path(SOURCE, "sm_90")
+    path.write_bytes(rubbish)
+    assert loader.function(SOURCE, "quantize_kernel", 0) == "quantize_kernel"
+    assert path.read_bytes() == CUBIN
+    assert len(cache.compiled) == 2
+
+
+def test_a_cubin_that_the_driver_refuses_twice_is_an_error(cache, cupy, monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *arguments: (b"of another driver", ""))
+    with pytest.raises(DriverError):
+        loader.function(SOURCE, "quantize_kernel", 0)
+
+
+@pytest.mark.parametrize(("capability", "arch"), [("75", "sm_75"), ("90", "sm_90"), ("100", "sm_100a"), ("120", "sm_120a")])
+def test_architecture(capability, arch):
+    assert loader.architecture(capability) == arch
+
+
+# ---- what is missing, and what to install ---------------------------------------------------------------------------------
+
+
+def with_runtime(monkeypatch, count):
+    """A CuPy whose driver says that there are `count` devices, or raises."""
+    runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=DriverError)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+
+
+def test_without_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r'CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
+        loader.cupy.__wrapped__()
+
+
+def test_without_a_driver(monkeypatch):
+    def count():
+        raise DriverError("cudaErrorInsufficientDriver")
+
+    with_runtime(monkeypatch, count)
+    with pytest.raises(RuntimeError, match=r"no usable CUDA driver \(cudaErrorInsufficientDriver\); install or update"):
+        loader.cupy.__wrapped__()
+
+
+def test_without_a_device(monkeypatch):
+    with_runtime(monkeypatch, lambda: 0)
+    with pytest.raises(RuntimeError, match="sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES"):
+        loader.cupy.__wrapped__()
+
+
+def test_without_nvrtc(monkeypatch):
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(["no-such-folder/libnvrtc.so.13"]))
+    with pytest.raises(RuntimeError, match=r'NVRTC was not found .*"fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
+        nvrtc.library.__wrapped__()
