@@ -54,7 +54,7 @@ def cache_folder() -> Path:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError:
             continue
-        if os.access(folder, os.W_OK):
+        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise RuntimeError("fp4kit.cuda: no folder for compiled kernels can be written (~/.cache, temporary directory)")
 

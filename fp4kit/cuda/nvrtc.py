@@ -32,8 +32,9 @@ def library() -> ctypes.CDLL:
     """The NVRTC library. Raises RuntimeError with what to install."""
     for path in _candidates():
         try:
-            for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # NVRTC opens it by name alone
-                ctypes.CDLL(str(builtins))
+            if Path(path).is_absolute():
+                for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # NVRTC opens it by name alone
+                    ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
         except OSError:
             continue
