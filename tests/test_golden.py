@@ -1,6 +1,7 @@
 """Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit (tests/golden/README.md)."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -350,3 +351,14 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden):
     close(y, fake_x, fake_w.T, b.astype(np.float64))
     close(grad_x, grad.astype(np.float64), fake_w, 0.0)
     close(grad_w, grad.T.astype(np.float64), fake_x, 0.0)
+
+
+def test_the_original_recordings():
+    """The full set in its original form, where it lies beside the checkout."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "golden"
+    if not folder.is_dir():
+        pytest.skip("the original recordings are not beside this checkout; tests/golden holds the same arrays")
+    original = GoldenSet.open(folder)
+    results = [check_recipe(name, original) for name in RECIPES]
+    assert sum(result.compared for result in results) > 0
+    assert [d for result in results for d in result.differences] == []
