@@ -3,11 +3,19 @@
 import ml_dtypes
 import numpy as np
 
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp4kit.layouts import unpack
 from fp4kit.recipes import RECIPES
 from fp4kit.testing import adversarial_blocks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+ML_DTYPES = {  # the element formats that ml_dtypes has too
+    E2M1: ml_dtypes.float4_e2m1fn,
+    E2M3: ml_dtypes.float6_e2m3fn,
+    E3M2: ml_dtypes.float6_e3m2fn,
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+}
 NAMES = [r.id for r in RECIPES.values() if not r.fake_only]
 STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and not RECIPES[name].four_over_six]
 

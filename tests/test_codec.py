@@ -11,20 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from inputs import BF16, ML_DTYPES
 
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
 from fp4kit.reference import codec
 from fp4kit.reference.codec import ROUNDINGS, SIGNS, decode, encode, encode_e8m0, encode_magnitude
 from fp4kit.testing import assert_same_bits
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-ML_DTYPES = {
-    E2M1: ml_dtypes.float4_e2m1fn,
-    E2M3: ml_dtypes.float6_e2m3fn,
-    E3M2: ml_dtypes.float6_e3m2fn,
-    E4M3: ml_dtypes.float8_e4m3fn,
-    E5M2: ml_dtypes.float8_e5m2,
-}
 FLOATS = tuple(ML_DTYPES)
 INTEGERS = (INT4, INT8)
 FORMATS = FLOATS + INTEGERS

@@ -4,6 +4,7 @@ from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from itertools import pairwise
 
+import inputs
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,14 +13,7 @@ from fp4kit import formats
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8
 from fp4kit.testing import assert_same_bits
 
-ML_DTYPES = {
-    E2M1: ml_dtypes.float4_e2m1fn,
-    E2M3: ml_dtypes.float6_e2m3fn,
-    E3M2: ml_dtypes.float6_e3m2fn,
-    E4M3: ml_dtypes.float8_e4m3fn,
-    E5M2: ml_dtypes.float8_e5m2,
-    E8M0: ml_dtypes.float8_e8m0fnu,
-}
+ML_DTYPES = inputs.ML_DTYPES | {E8M0: ml_dtypes.float8_e8m0fnu}
 FLOATS = tuple(ML_DTYPES)
 
 # bits, sign bit, emin, emax, max, min_normal, min_subnormal, max_code, nan_code
