@@ -248,3 +248,26 @@ def test_every_bfloat16_under_every_scale() -> None:
     x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(-1, 16)
     for name in ("nvfp4-te", "mxfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt"):
         check(np.repeat(x, 2, axis=1), name)
+
+
+def test_random_bytes_along_another_axis() -> None:
+    x = blocks(np.float32, 64, 96)
+    seed = np.random.default_rng(6).integers(0, 256, x.shape).astype(np.uint8)
+    check(x, "nvfp4-te", axis=0, rounding="stochastic", seed=cupy.asarray(seed))
+
+
+def test_block_amaxes_are_checked() -> None:
+    x = blocks(np.float32, 32, 128)
+    amax = np.abs(x).reshape(32, 8, 16).max(axis=-1)
+    check(x, "nvfp4-modelopt-static", block_amax=cupy.asarray(amax))
+    for wrong in (amax[:, :4], amax.astype(np.float16), amax.tolist()):
+        given = cupy.asarray(wrong) if isinstance(wrong, np.ndarray) else wrong
+        with pytest.raises(ValueError, match="block_amax needs a float32 CuPy array of shape"):
+            fp4kit.quantize(cupy.asarray(x), "nvfp4-modelopt-static", block_amax=given)
+    with pytest.raises(ValueError, match="takes it from x"):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_amax=cupy.asarray(amax))
+
+
+def test_blocks_that_are_no_whole_runs() -> None:
+    with pytest.raises(NotImplementedError, match="blocks of 1x48 have no CUDA kernel"):
+        fp4kit.quantize(cupy.ones((2, 96), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 48)))

@@ -18,7 +18,8 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
 
         value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
 
-    q: Quantized on the CPU, any scale layout. dtype: float32, float16 or bfloat16; None for that of the original array.
+    q: Quantized, any scale layout; on a GPU the result is a CuPy array.
+    dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to.
     Returns a new array (a transposed view where the quantized axis was not the last).
     Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype.

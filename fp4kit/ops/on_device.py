@@ -23,10 +23,10 @@ def check_supported(op: str, r: Recipe) -> None:
     """Block shapes that the kernels have."""
     rows, columns = r.block or (1, 16)
     tile = rows > 1 or r.four_over_six is not None
-    if columns % 16 or (tile and columns > 32) or launch.THREADS % rows:
+    if columns % (32 if columns > 32 else 16) or (tile and columns > 32) or launch.THREADS % rows:
         raise NotImplementedError(
-            f"{op}: blocks of {rows}x{columns} have no CUDA kernel; needs columns in multiples of 16 (at most 32 for blocks of "
-            "several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
+            f"{op}: blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for "
+            "blocks of several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"
         )
 
 
@@ -54,6 +54,20 @@ def _given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
     if amax.dtype != np.float32:
         raise TypeError(f"{op}: tensor_amax is {amax.dtype}; needs float32 on a device")
     return check.reshape_amax(op, amax, shape, r)
+
+
+def _check_block_amax(op: str, p: Prepared) -> None:
+    """Given block amaxes must be there for every block, where and as the kernel reads them; their values are not looked at."""
+    amax = p.others.get("block_amax")
+    if amax is None:
+        return
+    if not p.recipe.static:
+        raise ValueError(f"{op}: block_amax was given, but {p.recipe.id} takes it from x; leave it out or use a static recipe")
+    if p.recipe.block_rows > 1:
+        raise NotImplementedError(f"{op}: block_amax of blocks of several rows has no CUDA kernel; compute on the CPU")
+    wanted = scale_shape(p.moved.shape, p.recipe)
+    if not isinstance(amax, loader.cupy().ndarray) or amax.dtype != np.float32 or amax.size != int(np.prod(wanted)):
+        raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
 
 
 def block_maxima(x: Any, r: Recipe) -> Any:
@@ -98,6 +112,7 @@ def amax(p: Prepared) -> Any:
 def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, out: Quantized | None) -> Quantized:
     """ops.quantize on the device of p.x; random: None, a seed, or bytes with the quantized axis last."""
     check_supported(op, p.recipe)
+    _check_block_amax(op, p)
     cupy = loader.cupy()
     with cupy.cuda.Device(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
@@ -114,6 +129,7 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
 def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
     """ops.fake_quantize on the device of p.x, for recipes without a fake_rule: quantize and decode in one pass."""
     check_supported(op, p.recipe)
+    _check_block_amax(op, p)
     cupy = loader.cupy()
     with cupy.cuda.Device(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
@@ -172,7 +188,10 @@ def _run(
     B = int(np.prod(x.shape[:-2])) if split else 1
     if split and random is not None:
         raise NotImplementedError("stochastic rounding of stacked matrices on a GPU needs linear scales and blocks in a row")
-    parts: list[Any] = [_matrices(a, B) for a in (x, packed, scales, values, p.others.get("block_amax"))]
+    random = random if random is None or isinstance(random, int) else loader.cupy().ascontiguousarray(random)
+    block_amax = p.others.get("block_amax")
+    block_amax = None if block_amax is None else loader.cupy().ascontiguousarray(block_amax)
+    parts: list[Any] = [_matrices(a, B) for a in (x, packed, scales, values, block_amax)]
     for i in range(B):
         matrix, codes, scale_part, value_part, block_part = (_at(part, i) for part in parts)
         index = i * amax.shape[0] // B if per_expert else None

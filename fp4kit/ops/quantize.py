@@ -41,7 +41,7 @@ def quantize(
 
     in the producer's own order of operations, which the recipe's rules in fp4kit.reference.scaling state.
 
-    x: float32, float16 or bfloat16, any shape and strides, on the CPU: numpy, or any DLPack exporter. Never written to.
+    x: float32, float16 or bfloat16, any shape and strides: NumPy, CuPy, or any DLPack exporter. Never written to.
     recipe: id, alias or Recipe. Blocks run along `axis`; 16x16 blocks span it and the last one of the other axes.
     tensor_amax: what the tensor scale is made from; computed from x if None. Shape (), or (E,) for x of three or more
         dimensions (one per index of the first moved axis); one per row for row-scaled recipes, per block for "block" ones.
@@ -56,7 +56,7 @@ def quantize(
 
     Returns Quantized: packed uint8 (..., K/2) or (..., K); block_scale uint8 (..., K/block); tensor_scale, tensor_amax float32.
     Raises TypeError for another dtype; ValueError for a length that is not whole blocks, an unknown recipe or layout, a 0-d x,
-        a tensor_amax of the wrong shape, NaN or negative; NotImplementedError for arrays on a GPU.
+        a tensor_amax of the wrong shape, NaN or negative; NotImplementedError for what has no CUDA kernel.
     Numerics: ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe's fields (see Recipe).
     Exact: the producer's bytes; recipe.exact names the exceptions (NaN and inf only).
     Source: recipe.source.

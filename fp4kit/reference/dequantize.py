@@ -13,8 +13,7 @@ from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, tensor_scale
 
-# Values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for the elements -> values.
-DecodeRule = Callable[[np.ndarray, "np.ndarray | None", TensorScale, Recipe], np.ndarray]
+# Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
