@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.cuda import launch, loader, nvrtc
+from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES, Recipe
@@ -96,8 +97,8 @@ class Usage(NamedTuple):
     @property
     def resident_threads(self) -> int:
         """Threads of a multiprocessor; registers are given out by eights a thread."""
-        blocks = 65536 // (-(-self.registers // 8) * 8 * launch.THREADS)
-        return min(blocks * launch.THREADS, 2048)
+        blocks = 65536 // (-(-self.registers // 8) * 8 * THREADS)
+        return min(blocks * THREADS, 2048)
 
 
 def usage(kernel: Kernel, arch: str) -> Usage:
@@ -120,7 +121,7 @@ def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
     lines = [
         f"# Registers and memory of the kernels, {arch}",
         "",
-        f"Written by `benchmarks/kernel_report.py` with NVRTC {version}, {date.today()}; blocks of {launch.THREADS} threads.",
+        f"Written by `benchmarks/kernel_report.py` with NVRTC {version}, {date.today()}; blocks of {THREADS} threads.",
         f"Kernels that spill registers: {'; '.join(spilling) or 'none'}.",
         "",
         "| kernel | recipe | elements | options | registers | spill bytes | stack bytes | shared bytes | resident threads |",

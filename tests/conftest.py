@@ -1,13 +1,12 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
 import pytest
+from host.harness import Host, require_compiler
 from hypothesis import settings
 
 from fp4kit.golden import GoldenSet
 
-settings.register_profile(
-    "fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False
-)
+settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
 
 
@@ -15,3 +14,17 @@ settings.load_profile("fp4kit")
 def golden():
     """The producers' recorded outputs, tests/golden."""
     return GoldenSet.find()
+
+
+@pytest.fixture(scope="module")
+def host(request, tmp_path_factory):
+    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`."""
+    folder = tmp_path_factory.mktemp("host")
+    compiler = require_compiler(folder)
+    selected = (
+        item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
+    )
+    cases = [params["case"] for params in selected if "case" in params]
+    with Host(folder, compiler) as host:
+        host.build(lambda case=case: list(case.run()) for case in cases)
+        yield host

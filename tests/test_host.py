@@ -11,14 +11,6 @@ from fp4kit.cuda import loader
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
 from fp4kit.testing import assert_same_bits
 
-
-@pytest.fixture(scope="module")
-def host(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("host")
-    with Host(folder, require_compiler(folder)) as host:
-        yield host
-
-
 # A sum over a block: by shuffles in a warp, then through shared memory. Threads must wait for each other, and y has one element.
 SUM = """
 struct Arguments { unsigned* y; };

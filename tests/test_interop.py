@@ -22,9 +22,7 @@ _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_cha
 )
 # A destructor sees a capsule whose reference count is 0, so it must be handled as an address, never as an object.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_GetPointer", ctypes.pythonapi))
 
 _exports = {}  # address of a managed tensor -> everything that it points to; its deleter removes the entry
 
@@ -139,9 +137,7 @@ def test_zero_size(memory, data, shape):
     assert (array.dtype, array.shape, _exports) == (BF16, shape, {})
 
 
-@pytest.mark.parametrize(
-    ("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in interop._DTYPES.items()], ids=str
-)
+@pytest.mark.parametrize(("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in interop._DTYPES.items()], ids=str)
 def test_every_dtype(code, bits, lanes, dtype):
     memory = np.arange(48, dtype=np.uint8) % 2
     array = as_array(Exporter(memory, (48 // dtype.itemsize,), None, code, bits, lanes))

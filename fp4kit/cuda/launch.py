@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS, address, aligned, grid
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-THREADS = 256
-BLOCKS_PER_SM = 16
 _POINTER = "u8"
 QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random")
 _QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
@@ -25,23 +24,6 @@ _DEQUANTIZE = np.dtype(
     [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [("rows", "i8"), ("columns", "i8")]
 )
 _AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
-
-
-@cache
-def _multiprocessors(device: int) -> int:
-    return int(loader.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
-
-
-def _grid(work_blocks: int, device: int) -> int:
-    return max(min(work_blocks, _multiprocessors(device) * BLOCKS_PER_SM), 1)
-
-
-def _address(array: Any) -> int:
-    return 0 if array is None else array.data.ptr
-
-
-def _aligned(array: Any, run_bytes: int) -> bool:
-    return array.data.ptr % 16 == 0 and run_bytes % 16 == 0
 
 
 def _rows_and_columns(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
@@ -59,11 +41,11 @@ def kind_of(r: Recipe) -> str:
 
 @cache
 def _quantize_function(
-    r: Recipe, dtype: np.dtype, aligned: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
+    r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
 ) -> Any:
     file = kind_of(r)
     struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
-    source = instantiation(file, struct, Input=TYPES[dtype], kAligned=aligned)
+    source = instantiation(file, struct, Input=TYPES[dtype], kAligned=whole)
     return loader.function(source, f"{file}_kernel", device)
 
 
@@ -94,13 +76,13 @@ def quantize_matrix(
 ) -> None:
     """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead."""
     rows, columns = _rows_and_columns(x.shape, r)
-    aligned = _aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
+    whole = aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
     stochastic = seed is not None or random is not None
     device = x.device.id
-    call = _quantize_function(r, x.dtype, aligned, layout, values is not None, stochastic, mask, device)
+    call = _quantize_function(r, x.dtype, whole, layout, values is not None, stochastic, mask, device)
     arrays = (x, packed, scales, values, amax, tensor_scale, block_amax, random)
-    arguments = np.array([(*map(_address, arrays), seed or 0, rows, columns)], _QUANTIZE)
-    call((_grid(_work_blocks(r, rows, columns), device),), (THREADS,), (arguments,))
+    arguments = np.array([(*map(address, arrays), seed or 0, rows, columns)], _QUANTIZE)
+    call((grid(_work_blocks(r, rows, columns), device),), (THREADS,), (arguments,))
 
 
 @cache
@@ -116,15 +98,15 @@ def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: An
         rows, columns = 1, rows * columns
     device = values.device.id
     call = _dequantize_function(r, layout, original, values.dtype, device)
-    arguments = np.array([(*map(_address, (packed, scales, values, amax)), rows, columns)], _DEQUANTIZE)
-    call((_grid(-(-rows * -(-columns // 16) // THREADS), device),), (THREADS,), (arguments,))
+    arguments = np.array([(*map(address, (packed, scales, values, amax)), rows, columns)], _DEQUANTIZE)
+    call((grid(-(-rows * -(-columns // 16) // THREADS), device),), (THREADS,), (arguments,))
 
 
 @cache
-def _amax_function(kernel: str, dtype: np.dtype, counted: str, aligned: bool, mask: int | None, device: int) -> Any:
+def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
     transform = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
     transform += f"static constexpr u32 kSignMask = {mask or 0}u; }};"
-    source = instantiation("amax", transform, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned)
+    source = instantiation("amax", transform, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
     return loader.function(source, kernel, device)
 
 
@@ -135,13 +117,13 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     """
     cupy = loader.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
-    aligned = _aligned(x, columns * x.dtype.itemsize if by_row else 16)
+    whole = aligned(x, columns * x.dtype.itemsize if by_row else 16)
     kernel = "amax_rows_kernel" if by_row else "amax_kernel"
-    call = _amax_function(kernel, x.dtype, counted, aligned, mask, x.device.id)
+    call = _amax_function(kernel, x.dtype, counted, whole, mask, x.device.id)
     out = cupy.zeros(rows if by_row else (), np.float32)
     arguments = np.array([(x.data.ptr, out.data.ptr, rows, columns)], _AMAX)
     work = rows if by_row else -(-x.size // (16 * THREADS))
-    call((_grid(work, x.device.id),), (THREADS,), (arguments,))
+    call((grid(work, x.device.id),), (THREADS,), (arguments,))
     return out
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import launch, loader
+from fp4kit.cuda.geometry import THREADS
 from fp4kit.layouts import padded_shape
 from fp4kit.ops import check
 from fp4kit.ops.prepare import Prepared
@@ -23,7 +24,7 @@ def check_supported(op: str, r: Recipe) -> None:
     """Block shapes that the kernels have."""
     rows, columns = r.block or (1, 16)
     tile = rows > 1 or r.four_over_six is not None
-    if columns % (32 if columns > 32 else 16) or (tile and columns > 32) or launch.THREADS % rows:
+    if columns % (32 if columns > 32 else 16) or (tile and columns > 32) or THREADS % rows:
         raise NotImplementedError(
             f"{op}: blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for "
             "blocks of several rows and 4over6); compute on the CPU with cupy.asnumpy(x)"

@@ -1,9 +1,11 @@
-"""A stand-in for the GPU behind fp4kit.cuda.launch: records what that launches, builds it for the CPU, runs it. See README.md."""
+"""A stand-in for the GPU behind the launchers of fp4kit.cuda: records launches, builds kernels for the CPU, runs them."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
+import pkgutil
 import re
 import shlex
 import shutil
@@ -22,8 +24,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pytest
 
-from fp4kit.cuda import launch, loader
+import fp4kit.cuda
+from fp4kit.cuda import geometry, loader
 from fp4kit.reference.arith import _reciprocal_table
+from fp4kit.testing import assert_same_bits
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -33,6 +37,7 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 BATCH = 32  # instantiations of one program: a header costs as much as ten of them
 MORE_BLOCKS = 3  # than there is work, in one of the launches
+IN_ARGUMENTS = 2**32 - 1
 MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
 PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
 
@@ -120,15 +125,21 @@ class Program:
     def __init__(self, path: Path, table: Path) -> None:
         self._command, self._log, self._process = [str(path), str(table)], path.with_suffix(".log"), None
 
-    def launch(self, number: int, grid: int, threads: int, descending: bool, arguments: bytes, arrays: list[Any]) -> list[bytes]:
-        """Arrays (offset of the pointer, misalignment, bytes) after a launch. Raises AssertionError if it stops, with why."""
+    def launch(
+        self, number: int, grid: int, threads: int, descending: bool, arguments: bytes, pointers: list[Any], arrays: list[Any]
+    ) -> list[bytes]:
+        """Arrays (misalignment, bytes) after a launch; pointers: (array that holds it or IN_ARGUMENTS, array pointed to, offset).
+
+        Raises AssertionError if the program stops, with why.
+        """
         if self._process is None:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     self._command, stdin=-1, stdout=-1, stderr=log, env=os.environ | SANITIZER_OPTIONS
                 )
-        request = [struct.pack("=6I", number, grid, threads, descending, len(arguments), len(arrays)), arguments]
-        request += [struct.pack("=2IQ", offset, misalignment, len(data)) for offset, misalignment, data in arrays]
+        request = [struct.pack("=7I", number, grid, threads, descending, len(arguments), len(pointers), len(arrays)), arguments]
+        request += [struct.pack("=2IQ", *pointer) for pointer in pointers]
+        request += [struct.pack("=2Q", misalignment, len(data)) for misalignment, data in arrays]
         try:
             self._process.stdin.write(b"".join([*request, *(data for *_, data in arrays)]))
             self._process.stdin.flush()
@@ -164,7 +175,7 @@ class DeviceArray:
         start = -memory.ctypes.data % 16 + misalignment
         self.array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
         self.array[...] = values
-        self.misalignment, self.is_output = misalignment, is_output
+        self.misalignment, self.is_output, self.is_table = misalignment, is_output, False
         self.shape, self.dtype, self.size, self.ndim = values.shape, values.dtype, values.size, values.ndim
         self.data = SimpleNamespace(ptr=self.array.ctypes.data)
         self.at[self.data.ptr] = self
@@ -180,19 +191,32 @@ class DeviceArray:
         """An array for a kernel to add to."""
         return cls(np.zeros(shape, dtype), is_output=True)
 
+    @classmethod
+    def table(cls, values: Any) -> DeviceArray:
+        """An input that may hold pointers to other arrays, in whole words of 8 bytes."""
+        array = cls(values)
+        array.is_table = True
+        return array
+
+    def pointers(self) -> list[tuple[int, DeviceArray]]:
+        """Offset and array of each pointer in a table."""
+        words = self.array.reshape(-1).view(np.uint64) if self.is_table else ()
+        return [(8 * i, self.at[int(word)]) for i, word in enumerate(words) if int(word) in self.at]
+
 
 @contextmanager
 def launching_on(function: Callable[[str, str, int], Callable[..., None]]) -> Iterator[None]:
-    """fp4kit.cuda.launch takes its kernels from `function`(source, kernel, device) instead of the loader, and needs no CuPy."""
-    caches = [f for f in vars(launch).values() if hasattr(f, "cache_clear")]
-    fake = SimpleNamespace(zeros=DeviceArray.zeros)
+    """The launchers of fp4kit.cuda take their kernels from `function`(source, kernel, device), and need no CuPy."""
+    launchers = [importlib.import_module(f"fp4kit.cuda.{m.name}") for m in pkgutil.iter_modules(fp4kit.cuda.__path__)]
+    caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
+    fake = SimpleNamespace(zeros=DeviceArray.zeros, asarray=DeviceArray.table)
     with ExitStack() as stack:
         for cached in caches:  # they hold functions of another device
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         stack.enter_context(patch.object(loader, "function", function))
         stack.enter_context(patch.object(loader, "cupy", lambda: fake))
-        stack.enter_context(patch.object(launch, "_multiprocessors", lambda device: MULTIPROCESSORS))
+        stack.enter_context(patch.object(geometry, "multiprocessors", lambda device: MULTIPROCESSORS))
         yield
 
 
@@ -208,6 +232,10 @@ def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
         for call in calls:
             call()
     return list(wanted)
+
+
+def _unify_nan(x: np.ndarray) -> np.ndarray:
+    return x if x.dtype.kind == "u" else np.where(np.isnan(x), x.dtype.type(np.nan), x)
 
 
 class Host:
@@ -230,6 +258,13 @@ class Host:
         """call(), with its launches on this device."""
         with launching_on(self._function):
             return call()
+
+    def check(self, case: Any) -> None:
+        """Each (name, actual, expected) of case.run() has the same bits; NaN equals NaN, whose bits depend on the machine."""
+        results = self.run(lambda: list(case.run()))
+        assert results
+        for name, actual, expected in results:
+            assert_same_bits(_unify_nan(actual), _unify_nan(expected), name)
 
     def __enter__(self) -> Host:
         return self
@@ -268,14 +303,27 @@ def launch_one(program: Program, number: int, grid: int, threads: int, arguments
 
     All must give the same bytes and leave the inputs alone.
     """
-    fields = [(name, int(arguments[name][0]), arguments.dtype.fields[name][1]) for name in arguments.dtype.names]
-    arrays = [(name, DeviceArray.at[value], offset) for name, value, offset in fields if value in DeviceArray.at]
-    packed = [(offset, array.misalignment, array.array.tobytes()) for _, array, offset in arrays]
+    names: dict[DeviceArray, str] = {}
+    held: list[tuple[int, DeviceArray, int]] = []
+    for name in arguments.dtype.names:
+        value, offset = int(arguments[name][0]), arguments.dtype.fields[name][1]
+        if value in DeviceArray.at:
+            names.setdefault(DeviceArray.at[value], name)
+            held.append((IN_ARGUMENTS, DeviceArray.at[value], offset))
+    for holder, table in enumerate(list(names)):
+        for offset, array in table.pointers():
+            names.setdefault(array, f"array {len(names)}, of {names[table]}")
+            held.append((holder, array, offset))
+    places = {array: i for i, array in enumerate(names)}
+    pointers = [(holder, places[array], offset) for holder, array, offset in held]
+    sent = [(array.misalignment, array.array.tobytes()) for array in names]
     first, *others = (
-        program.launch(number, blocks, threads, descending, arguments.tobytes(), packed)
+        program.launch(number, blocks, threads, descending, arguments.tobytes(), pointers, sent)
         for blocks, descending in ((grid, False), (1, True), (grid + MORE_BLOCKS, True))
     )
-    for (name, array, _), data, *repeated in zip(arrays, first, *others, strict=True):
+    for (array, name), data, *repeated in zip(names.items(), first, *others, strict=True):
+        if array.is_table:
+            continue  # the program has pointers of its own there
         assert repeated == [data, data], f"{name} depends on the grid or on the order of threads"
         assert array.is_output or data == array.array.tobytes(), f"{name} is an input, and the kernel wrote to it"
         array.array[...] = np.frombuffer(data, array.dtype).reshape(array.shape)

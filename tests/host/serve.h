@@ -1,11 +1,14 @@
 // The main loop of a test program: launches kernels as its standard input asks, until that ends. See README.md.
 //
 //   request   uint32 kernel, grid, threads, descending, bytes of the arguments, number of arrays; the arguments;
-//             for each array: uint32 offset of its pointer in the arguments, uint32 misalignment, uint64 bytes; then the arrays
+//             for each pointer: uint32 array that holds it (none: the arguments), uint32 array that it points to, uint64 offset in
+//             bytes; for each array: uint64 misalignment, uint64 bytes; then the arrays
 //   answer    one byte, and the arrays afterwards
 #pragma once
 
 #include <unistd.h>
+
+#include <vector>
 
 #include "host.h"
 
@@ -23,22 +26,29 @@ inline void host_read(void* to, size_t bytes) {
   if (bytes && std::fread(to, 1, bytes, stdin) != bytes) host_fail("the request ends early");
 }
 
-struct HostRequest { unsigned kernel, grid, threads, descending, bytes, arrays; };
-struct HostArray { unsigned offset, misalignment; unsigned long long bytes; };
+struct HostRequest { unsigned kernel, grid, threads, descending, bytes, pointers, arrays; };
+struct HostPointer { unsigned holder, target; unsigned long long offset; };
+struct HostArray { unsigned long long misalignment, bytes; };
+constexpr unsigned kInArguments = ~0u;
 
 // One allocation of exactly the array's size an array, so that the address sanitizer sees one byte too many.
 inline void host_serve(const Launch* launches, const HostRequest& request) {
   unsigned char arguments[1024];
-  HostArray arrays[32];
-  unsigned char* memory[32];
-  if (request.bytes > sizeof arguments || request.arrays > 32) host_fail("the request is too large");
+  if (request.bytes > sizeof arguments) host_fail("the arguments are too large");
+  std::vector<HostPointer> pointers(request.pointers);
+  std::vector<HostArray> arrays(request.arrays);
+  std::vector<unsigned char*> memory(request.arrays);
   host_read(arguments, request.bytes);
-  host_read(arrays, request.arrays * sizeof(HostArray));
+  host_read(pointers.data(), request.pointers * sizeof(HostPointer));
+  host_read(arrays.data(), request.arrays * sizeof(HostArray));
   for (unsigned i = 0; i < request.arrays; ++i) {
     memory[i] = static_cast<unsigned char*>(std::malloc(arrays[i].misalignment + arrays[i].bytes));
-    unsigned char* data = memory[i] + arrays[i].misalignment;
-    host_read(data, arrays[i].bytes);
-    std::memcpy(arguments + arrays[i].offset, &data, sizeof data);
+    host_read(memory[i] + arrays[i].misalignment, arrays[i].bytes);
+  }
+  for (const HostPointer& p : pointers) {
+    unsigned char* data = memory[p.target] + arrays[p.target].misalignment;
+    unsigned char* holder = p.holder == kInArguments ? arguments : memory[p.holder] + arrays[p.holder].misalignment;
+    std::memcpy(holder + p.offset, &data, sizeof data);
   }
   alarm(60);  // seconds; launches take milliseconds
   launches[request.kernel](arguments, request.bytes, request.grid, request.threads, request.descending);
