@@ -50,17 +50,24 @@ FP4KIT_DEVICE u32 largest_of_block(u32 mine) {
   return result;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(Arguments a) {
-  const typename Input::Bits* x = static_cast<const typename Input::Bits*>(a.x);
-  const i64 lane = static_cast<i64>(blockIdx.x) * kThreads + threadIdx.x, lanes = static_cast<i64>(gridDim.x) * kThreads;
-  const u32 largest = largest_of_block(largest_bits<Input, kCounted, kAligned>(x, a.rows * a.columns, lane, lanes));
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE void amax(const Arguments& a, Grid grid) {
+  const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
+  const u32 largest = largest_of_block(largest_bits<In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(Arguments a) {
-  for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    const typename Input::Bits* x = static_cast<const typename Input::Bits*>(a.x) + row * a.columns;
-    const u32 largest = largest_of_block(largest_bits<Input, kCounted, kAligned>(x, a.columns, threadIdx.x, kThreads));
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE void amax_rows(const Arguments& a, Grid grid) {
+  for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
+    const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
+    const u32 largest = largest_of_block(largest_bits<In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) a.amax[row] = largest;
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(Arguments a) { amax<Input, kCounted, kAligned>(a, whole_grid()); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(Arguments a) {
+  amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

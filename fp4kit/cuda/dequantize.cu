@@ -16,13 +16,13 @@ struct Arguments {
 
 // Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
 template <class R, class Original, class Out>
-FP4KIT_DEVICE void dequantize(const Arguments& a) {
+FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   constexpr int kPerByte = R::Element::kBits == 4 ? 2 : 1;
-  const i64 runs = (a.columns + kRun - 1) / kRun, count = a.rows * runs, stride = static_cast<i64>(gridDim.x) * blockDim.x;
+  const i64 runs = (a.columns + kRun - 1) / kRun, count = a.rows * runs;
   const i64 blocks = R::kHasBlocks ? a.columns / R::kBlock : 1;
   constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, Original>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
     const i64 row = quotient(i, runs, count), column = (i - row * runs) * kRun, first = row * a.columns + column;
     const i64 block = R::kHasBlocks ? column / R::kBlock : 0;
     const TensorScale t = kOneScale ? whole_scale : tensor_scale_of<R, Original>(a.tensor_amax, row, block, blocks);
@@ -47,4 +47,4 @@ FP4KIT_DEVICE void dequantize(const Arguments& a) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) dequantize_kernel(Arguments a) { dequantize<R, Input, Output>(a); }
+extern "C" __global__ void __launch_bounds__(kThreads) dequantize_kernel(Arguments a) { dequantize<R, Input, Output>(a, whole_grid()); }

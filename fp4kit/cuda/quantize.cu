@@ -62,7 +62,7 @@ FP4KIT_DEVICE u32 quantize_block(const Arguments& a, i64 first, i64 block, Tenso
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize(const Arguments& a) {
+FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   constexpr int kRun = R::kBlock < 32 ? R::kBlock : 32;
   __shared__ float table[R::kHasTable ? 256 : 1];
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
@@ -73,8 +73,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a) {
       table[code] = R::BlockRule::template factor<R, In>(code, whole_scale);
     __syncthreads();
   }
-  const i64 stride = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
     const bool flat = R::kLayout == ScaleLayout::linear && R::kTensorScaling != TensorScaling::row;
     const i64 row = flat ? 0 : quotient(i, blocks, count), block = flat ? i : i - row * blocks;
     const TensorScale t = kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, row, block, blocks);
@@ -88,5 +87,5 @@ FP4KIT_DEVICE void quantize(const Arguments& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
-  quantize<R, Input, kAligned>(a);
+  quantize<R, Input, kAligned>(a, whole_grid());
 }

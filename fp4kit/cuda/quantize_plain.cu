@@ -16,9 +16,9 @@ FP4KIT_DEVICE void write_element(const Arguments& a, i64 index, u32 code, Tensor
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_plain(const Arguments& a) {
-  const i64 runs = (a.columns + kRun - 1) / kRun, count = a.rows * runs, stride = static_cast<i64>(gridDim.x) * blockDim.x;
-  for (i64 i = static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += stride) {
+FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
+  const i64 runs = (a.columns + kRun - 1) / kRun, count = a.rows * runs;
+  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
     const i64 row = quotient(i, runs, count), column = (i - row * runs) * kRun, first = row * a.columns + column;
     const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, row, 0, 1);
     const float factor = block_none::factor<R, In>(0u, t);
@@ -51,5 +51,5 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_plain_kernel(Arguments a) {
-  quantize_plain<R, Input, kAligned>(a);
+  quantize_plain<R, Input, kAligned>(a, whole_grid());
 }

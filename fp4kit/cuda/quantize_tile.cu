@@ -90,13 +90,13 @@ FP4KIT_DEVICE void four_over_six(const float (&x)[R::kBlock], float amax, Tensor
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_tile(const Arguments& a) {
+FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
   __shared__ Tile<R> tile;
   constexpr int kColumns = Tile<R>::kColumns;
   const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
   const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
   const i64 tall = (a.rows + R::kBlockRows - 1) / R::kBlockRows;
-  for (i64 t_index = blockIdx.x; t_index < tall * wide; t_index += gridDim.x) {
+  for (i64 t_index = grid.block; t_index < tall * wide; t_index += grid.blocks) {
     const i64 row = t_index / wide * R::kBlockRows + tile_row, block = t_index % wide * kColumns + column;
     const bool inside = row < a.rows && block < blocks;
     const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, inside ? row : 0, inside ? block : 0, blocks);
@@ -120,5 +120,5 @@ FP4KIT_DEVICE void quantize_tile(const Arguments& a) {
 }
 
 extern "C" __global__ void __launch_bounds__(kTileThreads) quantize_tile_kernel(Arguments a) {
-  quantize_tile<R, Input, kAligned>(a);
+  quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

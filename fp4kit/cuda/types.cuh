@@ -32,3 +32,11 @@ template <class T>
 FP4KIT_DEVICE T minimum(T a, T b) { return a < b ? a : b; }
 template <class T>
 FP4KIT_DEVICE T maximum(T a, T b) { return a < b ? b : a; }
+
+// The thread blocks that share one piece of work: the number of this one, and how many they are.
+struct Grid {
+  i64 block, blocks;
+};
+FP4KIT_DEVICE Grid whole_grid() { return {static_cast<i64>(blockIdx.x), static_cast<i64>(gridDim.x)}; }
+FP4KIT_DEVICE i64 first_item(Grid g) { return g.block * blockDim.x + threadIdx.x; }
+FP4KIT_DEVICE i64 item_stride(Grid g) { return g.blocks * blockDim.x; }
