@@ -19,10 +19,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.cuda import launch, loader, nvrtc
+from fp4kit.cuda import launch, loader, nvrtc, pack_codes, swizzle, transpose
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -84,6 +85,21 @@ def kernels() -> Iterator[Kernel]:
         yield quantize_kernel(RECIPES[id], BF16, layout="swizzled_128x4")
     yield quantize_kernel(RECIPES["nvfp4-te-reference"], BF16, sign_mask=TE_SIGN_MASK)
     yield from (amax_kernel(dtype, hadamard) for dtype in (F32, BF16) for hadamard in (False, True))
+    yield from layout_kernels()
+
+
+def layout_kernels() -> Iterator[Kernel]:
+    """The kernels that move bytes: aligned, and not."""
+    for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
+        bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
+        for layout in SCALE_LAYOUTS:
+            yield Kernel("transpose_kernel", id, f"{bits} bits", layout, transpose.source(bits, size, layout))
+        words = transpose.source(bits, size, "linear", False, 1)
+        yield Kernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
+    for layout in SCALE_LAYOUTS[1:]:
+        yield Kernel("swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.source("linear", layout))
+        yield Kernel("swizzle_kernel", "", "scales", f"{layout} to linear", swizzle.source(layout, "linear"))
+    yield from (Kernel(f"{name}_codes_kernel", "", "4 bits", "", pack_codes.source()) for name in ("pack", "unpack"))
 
 
 class Usage(NamedTuple):

@@ -13,6 +13,7 @@ from fp4kit.ops.grouped import (
     fake_quantize_grouped_backward,
     quantize_grouped,
 )
+from fp4kit.ops.grouped_plan import GroupedPlan
 from fp4kit.ops.identify import Identification, identify
 from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "GroupedPlan",
     "Identification",
     "Quantized",
     "Recipe",

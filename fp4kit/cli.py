@@ -1,4 +1,4 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare."""
+"""The command line: fp4kit recipes | formats | convert | inspect | compare | selftest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4kit import __version__, agreement, cli_checkpoint, tables
+from fp4kit import __version__, agreement, cli_checkpoint, cli_selftest, tables
 from fp4kit.golden import GoldenSet
 from fp4kit.golden_check import check_recipe
 from fp4kit.golden_rows import ROWS
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(func=_recipes)
     commands.add_parser("formats", help="list the number formats", allow_abbrev=False).set_defaults(func=_formats)
     cli_checkpoint.register(commands)
+    cli_selftest.register(commands)
     return parser
 
 

@@ -36,15 +36,28 @@ class Difference(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Outcome of one recipe: arrays compared, and those that differ."""
+    """Outcome of one recipe or row: arrays compared, those that differ, and how many values the arrays hold."""
 
     recipe: str
     compared: int
     differences: tuple[Difference, ...]
+    values: int
 
     @property
     def equal(self) -> int:
         return self.compared - len(self.differences)
+
+
+class Operations(NamedTuple):
+    """What is compared: the public functions of these names, on NumPy arrays and with NumPy results."""
+
+    quantize: Callable[..., Any]
+    fake_quantize: Callable[..., np.ndarray]
+    fake_quantize_backward: Callable[..., np.ndarray]
+    amax: Callable[..., np.ndarray]
+
+
+ON_CPU = Operations(quantize, fake_quantize, fake_quantize_backward, op_amax)
 
 
 # ---- exceptions: what of an array is not compared, as a mask over elements ------------------------------------------------
@@ -108,6 +121,7 @@ class Case:
     name: str
     recipe: Recipe
     x: np.ndarray
+    ops: Operations = ON_CPU
     q: Any = None
 
     def key(self, part: str) -> str:
@@ -127,7 +141,7 @@ class Case:
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
         if self.row.given and amax is not None and not np.isnan(amax).any():
-            options["tensor_amax"] = amax
+            options["tensor_amax"] = amax.astype(np.float32)
         block = self.part("block_amax")
         if self.row.given == "static" and block is not None and not np.isnan(block.astype(np.float32)).any():
             options["block_amax"] = block.astype(np.float32)
@@ -144,37 +158,41 @@ SKIPS: dict[str, Callable[[Case], Mask]] = {
 }
 
 
-def cases(row: Row, golden: GoldenSet) -> Iterator[Case]:
+def cases(row: Row, golden: GoldenSet, ops: Operations = ON_CPU) -> Iterator[Case]:
     """The inputs that the set holds for a row."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
         if name.endswith(row.inputs):
-            yield Case(row, golden, name, r, golden.input(name))
+            yield Case(row, golden, name, r, golden.input(name), ops)
 
 
 def check_recipe(name: str, golden: GoldenSet) -> Result:
     """Compare every recorded array of a recipe's rows."""
-    compared, differences = 0, []
-    for row in ROWS:
-        if row.recipe != name:
-            continue
-        for case in cases(row, golden):
-            for key, ours, recorded, skip in _fake_arrays(case) if row.fake else _arrays(case):
-                compared += 1
-                different = _differs(ours, recorded)
-                if np.shape(ours) == np.shape(recorded):
-                    different &= ~skip
-                if different.any():
-                    differences.append(Difference(f"{row.file}: {key}", int(different.sum()), different.size))
-    return Result(name, compared, tuple(differences))
+    results = [check_row(row, golden) for row in ROWS if row.recipe == name]
+    differences = tuple(difference for result in results for difference in result.differences)
+    return Result(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
+
+
+def check_row(row: Row, golden: GoldenSet, ops: Operations = ON_CPU) -> Result:
+    """Compare every recorded array of a row with what ops give."""
+    compared, values, differences = 0, 0, []
+    for case in cases(row, golden, ops):
+        for key, ours, recorded, skip in _fake_arrays(case) if row.fake else _arrays(case):
+            compared, values = compared + 1, values + np.size(recorded)
+            different = _differs(ours, recorded)
+            if np.shape(ours) == np.shape(recorded):
+                different &= ~skip
+            if different.any():
+                differences.append(Difference(f"{row.file}: {key}", int(different.sum()), different.size))
+    return Result(row.recipe, compared, tuple(differences), values)
 
 
 Compared = Iterator[tuple[str, Any, Any, Any]]  # key, ours, recorded, mask of what is not compared
 
 
 def _arrays(case: Case) -> Compared:
-    case.q = quantize(case.x, case.recipe, **case.arguments())
+    case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
     if codes is not None:
@@ -219,7 +237,7 @@ def _tensor_arrays(case: Case) -> Compared:
         decode_direction = case.row.file in ("modelopt", "ao")
         yield case.key("global_scale"), (ours.decode if decode_direction else ours.encode).reshape(-1), scale.reshape(-1), none
     if block is not None and not case.row.given:
-        yield case.key("block_amax"), op_amax(case.x, case.recipe), block, none
+        yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
 
 
 def _fake_arrays(case: Case) -> Compared:
@@ -227,14 +245,15 @@ def _fake_arrays(case: Case) -> Compared:
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     output = case.part("output") if case.part("output") is not None else case.part("dequant")
     if output is not None:
-        y = fake_quantize(case.x, case.recipe, **arguments)
+        y = case.ops.fake_quantize(case.x, case.recipe, **arguments)
         name = "dequant" if case.part("output") is None else "output"
         yield case.key(name), y.astype(output.dtype), output, skip
     gradient = case.part("grad_clip")
     if gradient is not None:
         upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")
         upstream = upstream.view(ml_dtypes.bfloat16) if upstream.dtype == np.uint16 else upstream
-        ours = fake_quantize_backward(upstream, case.x, case.recipe, amax=arguments.get("tensor_amax"), pass_through=False)
+        amax = arguments.get("tensor_amax")
+        ours = case.ops.fake_quantize_backward(upstream, case.x, case.recipe, amax=amax, pass_through=False)
         yield case.key("grad_clip"), ours, gradient, np.False_
 
 

@@ -57,15 +57,10 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
     """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding dropped."""
-    padded = padded_shape(shape, layout)
     if layout == "linear":
         return scales
-    if scales.size != int(np.prod(padded)):
-        raise ValueError(
-            f"unswizzle: {tuple(scales.shape)} holds {scales.size} scales; "
-            f"{layout} of {tuple(shape)} needs {padded}, padding included"
-        )
-    *lead, R, C = padded
+    check_size(scales, layout, shape)
+    *lead, R, C = padded = padded_shape(shape, layout)
     if layout == "swizzled_8x4":
         full = scales.reshape(*lead, R // 8, C // 4, 8, 4).swapaxes(-3, -2).reshape(padded)
     else:
@@ -75,11 +70,26 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
     return np.ascontiguousarray(full[..., : shape[-2], : shape[-1]])
 
 
+def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding included."""
+    padded = padded_shape(shape, layout)
+    if scales.size != int(np.prod(padded)):
+        raise ValueError(
+            f"unswizzle: {tuple(scales.shape)} holds {scales.size} scales; "
+            f"{layout} of {tuple(shape)} needs {padded}, padding included"
+        )
+
+
 def pack(codes: Any) -> Any:
     """uint8 codes (..., K), K even, values below 16 -> (..., K/2) bytes: element 2j in the low nibble, 2j + 1 in the high one."""
-    if codes.shape[-1] % 2:
-        raise ValueError(f"pack: the last axis has length {codes.shape[-1]}; two codes share a byte, so it must be even")
+    check_pairs(codes.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def check_pairs(shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless the last axis of codes is a whole number of bytes."""
+    if shape[-1] % 2:
+        raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
 
 def unpack(packed: Any) -> Any:

@@ -25,8 +25,9 @@ LAYERS = (
     {"ops", "distributed"},
     {"training"},
     {"fp4kit"},
-    {"agreement", "checkpoint", "golden_check"},
-    {"cli_checkpoint"},
+    {"agreement", "checkpoint", "golden_check", "selftest_sweep"},
+    {"selftest"},
+    {"cli_checkpoint", "cli_selftest"},
     {"cli"},
     {"__main__"},
 )

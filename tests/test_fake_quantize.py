@@ -240,6 +240,13 @@ def test_clip_in_more_dimensions():
     assert_same_bits(fp4kit.fake_quantize_backward(grad, seen, "fp8-modelopt-channel", amax=amax, pass_through=False), out)
 
 
+@pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te-2d", "nvfp4-te", "int8-modelopt-channel", "int4-qat"])
+def test_clip_at_the_computed_amax_of_strided_matrices(name):
+    x, grad = X.reshape(2, 2, 32, 128), GRAD.reshape(2, 2, 32, 128)
+    out = fp4kit.fake_quantize_backward(grad, as_strided(x), name, pass_through=False)
+    assert_same_bits(out, grad)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_the_gradient_keeps_its_dtype_and_amax_its_precision(dtype):
     """amax is compared in float32: 1 + 2^-20 is not rounded to 1 for bfloat16 x, nor is 1 - 2^-20."""

@@ -1,47 +1,221 @@
-"""Grouped operations equal the loop of single calls, for lists and for one stacked array."""
+"""Grouped operations equal the loop of single calls, for lists and for one stacked array; plans follow their tensors."""
 
 from __future__ import annotations
 
 import re
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inputs import BF16
 
 import fp4kit
-from fp4kit.testing import assert_same_bits
+from fp4kit.recipes import RECIPES
+from fp4kit.testing import adversarial_blocks, assert_same_bits
 
 RNG = np.random.default_rng(8)
 XS = [RNG.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (0, 64), (3, 128), (1, 32))]
-NAMES = ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel", "int4-modelopt", "mxfp8-te")
+GROUPS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-flashinfer", "fp8-modelopt", "fp8-modelopt-channel")
+GROUPS += ("int8-modelopt", "int8-modelopt-narrow", "int8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt")
+POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_the_loop(name) -> None:
-    stacked = np.stack([XS[0], 3 * XS[0]])
-    for xs in (XS, stacked):
-        for q, x in zip(fp4kit.quantize_grouped(xs, name), xs, strict=True):
-            assert_same_bits(q, fp4kit.quantize(x, name))
+class Drawn(NamedTuple):
+    """A group of tensors and the options of a call."""
+
+    xs: Any
+    recipe: str
+    options: dict[str, Any]
+
+
+@st.composite
+def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> Drawn:
+    """Lists of unequal tensors (some without rows, some of one or three dimensions, some strided), or a stack; amaxes or none."""
+    name = draw(st.sampled_from(names))
+    r, n = RECIPES[name], draw(st.integers(1, 5))
+    wide = st.integers(1, 6).map(lambda k: k * (r.block_size if r.block else 5 * r.length_multiple))
+    lead = st.one_of(st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 3), st.integers(0, 5)))
+    if draw(st.booleans()):
+        xs: Any = tensor(draw, (n, draw(st.integers(0, 20)), draw(wide)), draw(st.sampled_from(dtypes)))
+    else:
+        xs = [tensor(draw, (*draw(lead), draw(wide)), draw(st.sampled_from(dtypes))) for _ in range(n)]
+    if r.tensor_scaling in ("none", "block") or draw(st.booleans()):
+        return Drawn(xs, name, {})
+    sizes = st.floats(0, 2**20, width=32)
+    shapes = [x.shape[:-1] if r.tensor_scaling == "row" else () for x in xs]
+    if r.tensor_scaling == "row" and draw(st.booleans()):
+        shapes = [(*shape, 1) for shape in shapes]
+    return Drawn(xs, name, {"tensor_amax": [np.full(shape, draw(sizes), np.float32) for shape in shapes]})
+
+
+def tensor(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    count, step = int(np.prod(shape)), draw(st.sampled_from((1, 1, 3)))
+    start = draw(st.integers(0, 2**15))
+    x = np.resize(POOL[dtype][start:], count * step)[::step].reshape(shape).copy()
+    if draw(st.integers(0, 4)) == 0 and x.size:
+        x.reshape(-1)[draw(st.integers(0, x.size - 1))] = draw(st.sampled_from((np.inf, -np.inf, np.nan)))
+    return np.asfortranarray(x) if step == 3 else x
+
+
+def loop(operation: Any, drawn: Drawn) -> list[Any]:
+    amaxes = drawn.options.get("tensor_amax") or [None] * len(drawn.xs)
+    return [operation(x, drawn.recipe, tensor_amax=a) for x, a in zip(drawn.xs, amaxes, strict=True)]
+
+
+@settings(max_examples=1500)
+@given(drawn=groups())
+def test_any_group_equals_the_loop(drawn: Drawn) -> None:
+    plan = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options)
+    codes, values = loop(fp4kit.quantize, drawn), loop(fp4kit.fake_quantize, drawn)
+    for found in (fp4kit.quantize_grouped(drawn.xs, drawn.recipe, **drawn.options), plan.quantize(), plan.quantize()):
+        for q, expected in zip(found, codes, strict=True):
+            assert_same_bits(q, expected)
+    for found in (fp4kit.fake_quantize_grouped(drawn.xs, drawn.recipe, **drawn.options), plan.fake_quantize()):
+        for y, expected in zip(found, values, strict=True):
+            assert_same_bits(y, expected)
+    for a, x in zip(fp4kit.amax_grouped(drawn.xs, drawn.recipe), drawn.xs, strict=True):
+        assert_same_bits(a, fp4kit.amax(x, drawn.recipe))
+    for a, q in zip(plan.amax(), codes, strict=True):
+        assert (a is None) == (q.tensor_amax is None)
+        if a is not None:
+            assert_same_bits(a, q.tensor_amax)
+
+
+@settings(max_examples=500)
+@given(drawn=groups(), pass_through=st.booleans())
+def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
+    amaxes = drawn.options.get("tensor_amax")
+    grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]
+    options = {"amax": amaxes, "pass_through": pass_through}
+    found = fp4kit.fake_quantize_grouped_backward(grads, drawn.xs, drawn.recipe, **options)
+    again = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options).fake_quantize_backward(grads, pass_through=pass_through)
+    for i, (g, x, a) in enumerate(zip(grads, drawn.xs, amaxes or [None] * len(grads), strict=True)):
+        expected = fp4kit.fake_quantize_backward(g, x, drawn.recipe, amax=a, pass_through=pass_through)
+        assert_same_bits(found[i], expected)
+        assert_same_bits(again[i], expected)
+        assert not pass_through or found[i] is g
+
+
+def test_every_recipe() -> None:
+    for name, r in RECIPES.items():
+        xs = [POOL[np.dtype(np.float32)][:4096].reshape(32, 128), np.zeros((0, 128), np.float32), np.ones((1, 256), BF16)]
+        if not r.fake_only:
+            for q, x in zip(fp4kit.quantize_grouped(xs, name), xs, strict=True):
+                assert_same_bits(q, fp4kit.quantize(x, name))
         for y, x in zip(fp4kit.fake_quantize_grouped(xs, name), xs, strict=True):
             assert_same_bits(y, fp4kit.fake_quantize(x, name))
-        for a, x in zip(fp4kit.amax_grouped(xs, name), xs, strict=True):
-            assert_same_bits(a, fp4kit.amax(x, name))
 
 
-def test_amaxes_and_gradients() -> None:
+def test_options() -> None:
+    options: dict[str, dict[str, Any]] = {
+        "nvfp4-te": {"axis": 0, "scale_layout": "swizzled_128x4"},
+        "mxfp8-te": {"rounding": "stochastic", "seed": 3},
+        "nvfp4-te-reference": {"hadamard": True},
+    }
+    for name, some in options.items():
+        for xs in ([np.ones((32, 64), np.float32), np.ones((64, 32), BF16)], np.ones((2, 32, 64), np.float16)):
+            for q, x in zip(fp4kit.quantize_grouped(xs, name, **some), xs, strict=True):
+                assert_same_bits(q, fp4kit.quantize(x, name, **some))
+    blocks = [np.full((len(x), x.shape[1] // 16), 2.0, np.float32) for x in XS]
+    for q, x, b in zip(fp4kit.quantize_grouped(XS, "nvfp4-modelopt-static", block_amax=blocks), XS, blocks, strict=True):
+        assert_same_bits(q, fp4kit.quantize(x, "nvfp4-modelopt-static", block_amax=b))
+    for a, x in zip(fp4kit.amax_grouped(XS, axis=1), XS, strict=True):
+        assert_same_bits(a, fp4kit.amax(x, axis=1))
+
+
+def test_amaxes_as_numbers_and_gradients() -> None:
     amaxes = [0.5, 1.0, 2.0, 1.5]
-    for q, x, a in zip(fp4kit.quantize_grouped(XS, "nvfp4-te", tensor_amax=amaxes), XS, amaxes, strict=True):
-        assert_same_bits(q, fp4kit.quantize(x, "nvfp4-te", tensor_amax=a))
+    for given_amaxes in (amaxes, np.array(amaxes, np.float32)):
+        codes = fp4kit.quantize_grouped(XS, "nvfp4-te", tensor_amax=given_amaxes)
+        for q, x, a in zip(codes, XS, amaxes, strict=True):
+            assert_same_bits(q, fp4kit.quantize(x, "nvfp4-te", tensor_amax=a))
     grads = [np.ones_like(x) for x in XS]
     clipped = fp4kit.fake_quantize_grouped_backward(grads, XS, "fp8-modelopt", amax=amaxes, pass_through=False)
     for g, x, a in zip(clipped, XS, amaxes, strict=True):
         assert_same_bits(g, (np.abs(x) <= np.float32(a)).astype(np.float32))
-    assert all(g is u for g, u in zip(fp4kit.fake_quantize_grouped_backward(grads, XS, "nvfp4-te"), grads, strict=True))
 
 
-def test_counts_must_agree() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("quantize_grouped: tensor_amax has 2 entries and xs 4 arrays; needs one for each")
-    ):
-        fp4kit.quantize_grouped(XS, "nvfp4-te", tensor_amax=[1.0, 2.0])
+def test_a_plan_overwrites_its_results() -> None:
+    xs = [x.copy() for x in XS]
+    plan = fp4kit.GroupedPlan(xs, "nvfp4-te")
+    codes, values = plan.quantize(), plan.fake_quantize()
+    for x in xs:
+        x *= -3
+    assert all(a.packed is b.packed for a, b in zip(plan.quantize(), codes, strict=True))
+    assert all(a is b for a, b in zip(plan.fake_quantize(), values, strict=True))
+    for q, y, x in zip(codes, values, xs, strict=True):
+        assert_same_bits(q, fp4kit.quantize(x, "nvfp4-te"))
+        assert_same_bits(y, fp4kit.fake_quantize(x, "nvfp4-te"))
+
+
+def test_kept_amaxes() -> None:
+    plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
+    plan.amax()
+    assert_same_bits(plan.amax_vector, np.array([fp4kit.amax(x) for x in XS]))
+    plan.amax_vector[...] *= 2
+    for q, x in zip(plan.quantize(keep_amax=True), XS, strict=True):
+        assert_same_bits(q, fp4kit.quantize(x, "nvfp4-te", tensor_amax=2 * fp4kit.amax(x)))
+    amaxes = np.ones(4, np.float32)
+    plan = fp4kit.GroupedPlan(XS, "nvfp4-te", tensor_amax=amaxes)
+    amaxes[2] = 5
+    assert_same_bits(plan.fake_quantize()[2], fp4kit.fake_quantize(XS[2], "nvfp4-te", tensor_amax=5.0))
+    assert plan.amax_vector is None
+    assert fp4kit.GroupedPlan(XS, "mxfp4-ocp").amax() == [None] * 4
+
+
+def test_replaced_arrays_are_noticed() -> None:
+    xs, amaxes = list(XS), [np.float32(1)] * 4
+    plan = fp4kit.GroupedPlan(xs, "nvfp4-te", tensor_amax=amaxes)
+    xs[2] = -XS[2]
+    for method in (plan.amax, plan.quantize, plan.fake_quantize):
+        name = f"GroupedPlan.{method.__name__}"
+        with pytest.raises(ValueError, match=re.escape(f"{name}: xs[2] is not the one of the plan; call refresh()")):
+            method()
+    with pytest.raises(ValueError, match=re.escape("fake_quantize_backward: xs[2] is not the one")):
+        plan.fake_quantize_backward(xs)
+    plan.refresh()
+    assert_same_bits(plan.quantize()[2], fp4kit.quantize(-XS[2], "nvfp4-te", tensor_amax=1.0))
+    with pytest.raises(ValueError, match=re.escape("GroupedPlan.quantize: xs has 3 entries, and the plan 4; call refresh()")):
+        plan.quantize(xs[:3])
+    amaxes[1] = np.float32(2)
+    with pytest.raises(ValueError, match=re.escape("tensor_amax[1] is not the one of the plan")):
+        plan.quantize()
+    plan.refresh(xs[:2], tensor_amax=amaxes[:2])
+    assert_same_bits(plan.quantize(tuple(xs[:2]))[0], fp4kit.quantize(XS[0], "nvfp4-te", tensor_amax=1.0))
+
+
+def test_memory_of_pytorch_tensors_is_noticed() -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.ones(16, 64), torch.ones(16, 32)]
+    plan = fp4kit.GroupedPlan(tensors, "nvfp4-te")
+    plan.quantize()
+    tensors[1].data = torch.zeros(16, 32)
+    with pytest.raises(ValueError, match="xs holds a tensor whose memory is another than the plan's; call refresh"):
+        plan.quantize()
+    plan.refresh()
+    assert plan.quantize()[1].tensor_amax == 0
+
+
+def test_errors() -> None:
+    errors = {
+        "quantize_grouped: tensor_amax has 2 entries and xs 4 arrays; needs one for each": {"tensor_amax": [1.0, 2.0]},
+        "quantize_grouped: tensor_amax is float; needs a sequence with one for each of 4 arrays": {"tensor_amax": 1.0},
+        "quantize_grouped: block_amax has 1 entries and xs 4 arrays": {"block_amax": [1.0]},
+        "quantize_grouped: tensor_amax holds 1 negative value(s) of 1": {"tensor_amax": [1.0, 1.0, -1.0, 1.0]},
+        "quantize_grouped: tensor_amax[2] is None; needs one for each array": {"tensor_amax": [1.0, 1.0, None, 1.0]},
+        "quantize_grouped: axis 3 of a 2-d array": {"axis": 3},
+    }
+    for message, options in errors.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            fp4kit.quantize_grouped(XS, "nvfp4-te", **options)
+    with pytest.raises(ValueError, match=re.escape("xs is one 1-d array; needs a sequence, or a stack of at least 2 dimensions")):
+        fp4kit.amax_grouped(XS[0][0])
     with pytest.raises(ValueError, match=re.escape("fake_quantize_grouped_backward: grads has 1 arrays and xs 4; needs as many")):
         fp4kit.fake_quantize_grouped_backward(XS[:1], XS, "nvfp4-te")
+    with pytest.raises(ValueError, match="hadamard is True, which fake_quantize does not have"):
+        fp4kit.GroupedPlan(XS, "nvfp4-te", hadamard=True).fake_quantize()
+    with pytest.raises(TypeError, match=re.escape("quantize_grouped: xs[1]")):
+        fp4kit.quantize_grouped([XS[0], [1.0]], "nvfp4-te")
+    assert fp4kit.quantize_grouped([], "nvfp4-te") == fp4kit.amax_grouped(iter([])) == []

@@ -7,6 +7,10 @@ from itertools import cycle
 
 import pytest
 from host.cases import F16, F32, Amax, Dequantize, Quantize
+from host.cases_fake import Changed, Clip, Fake, Keep
+from host.cases_grouped import EVERY_KIND, GroupedQuantize
+from host.cases_layouts import Pack, Swizzle, Transpose
+from host.cases_partial import Partial
 from host.harness import recorded
 from inputs import BF16
 
@@ -19,8 +23,11 @@ WITH_CODES = [r for r in RECIPES.values() if not r.fake_only]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
+ALL += [Fake(r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
+ALL += EVERY_KIND
 KINDS = [
     Quantize(RECIPES["nvfp4-te"]),
+    GroupedQuantize(Quantize(RECIPES["nvfp4-te"])),
     Quantize(RECIPES["mxfp4-ocp"], F32),
     Quantize(RECIPES["mxfp8-te-e5m2"], F16),
     Quantize(RECIPES["nvfp4-flashinfer"], fake=True),
@@ -32,6 +39,20 @@ KINDS = [
     Dequantize(RECIPES["nvfp4-te"]),
     Amax(BF16, "no_nan"),
     Amax(F32, by_row=True, mask=TE_SIGN_MASK),
+    Partial(RECIPES["nvfp4-te-2d"], F32),
+    Partial(RECIPES["mxfp8-te"], BF16),
+    Fake(RECIPES["nvfp4-modelopt-fake-cuda"], misaligned=True),
+    Fake(RECIPES["mxfp8-modelopt-fake"], F16),
+    Fake(RECIPES["mxfp4-microxcaling-even"], F32),
+    Fake(RECIPES["int8-modelopt-channel"]),
+    Clip(F16, BF16),
+    Keep(RECIPES["nvfp4-te"]),
+    Changed(),
+    Transpose(RECIPES["nvfp4-te-2d"]),
+    Transpose(RECIPES["mxfp8-te-2d"], "swizzled_128x4"),
+    Swizzle("linear", "swizzled_128x4"),
+    Swizzle("swizzled_8x4", "linear"),
+    Pack(),
 ]
 
 

@@ -76,7 +76,7 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "scales in wrong places": ("layout.cuh", "r % 32 * 16", "r % 32 * 8", LAYOUTS[0], r"scales: \d+ of \d+ differ"),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
     "no barriers": ("quantize_tile.cu", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
-    "a run too far": ("dequantize.cu", "minimum<i64>(kRun, a.columns - column)", "kRun", UNEVEN, "buffer-overflow"),
+    "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - places[k].column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 
 

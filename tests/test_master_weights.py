@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import re
-import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_group import run_threads
 
 import fp4kit
 from fp4kit import Shard
 from fp4kit.distributed import SingleProcess
 from fp4kit.testing import assert_same_bits
+from fp4kit.training.master_weights import MasterWeightsPlan
 
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt")
 
 
-class Threads:
-    """A group whose processes are threads, for tests."""
-
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list) -> None:
-        self.rank, self.size = rank, size
-        self._barrier, self._slots = barrier, slots
-
-    def all_reduce_max(self, array: np.ndarray) -> np.ndarray:
-        """Maximum over the threads."""
-        self._slots[self.rank] = array
-        self._barrier.wait(30)
-        result = np.max(self._slots, axis=0)
-        self._barrier.wait(30)
-        return result
-
-
-def run(size: int, shards_of) -> list:
-    """Result of cast_master_weights on each of `size` threads."""
-    barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
-
-    def work(rank: int) -> None:
-        shards, name = shards_of(rank)
-        results[rank] = fp4kit.cast_master_weights(shards, Threads(rank, size, barrier, slots), name)
-
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
-
-
-@settings(max_examples=60)
+@settings(max_examples=1000)
 @given(
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]),
@@ -70,9 +39,9 @@ def test_any_partition(name, dtype, size, shapes, cuts, seed) -> None:
         for i, x in enumerate(arrays):
             edges = [0, *sorted(int(c * x.size) for c in cuts[3 * i : 3 * i + size - 1]), x.size]
             shards.append(Shard(x.reshape(-1)[edges[rank] : edges[rank + 1]], x.shape, edges[rank]))
-        return shards, name
+        return shards
 
-    for quantized in run(size, shards_of):
+    for quantized in run_threads(size, lambda comm: fp4kit.cast_master_weights(shards_of(comm.rank), comm, name)):
         for q, x in zip(quantized, arrays, strict=True):
             assert_same_bits(q, fp4kit.quantize(x, name))
 
@@ -84,10 +53,92 @@ def test_single_process_and_nothing() -> None:
     assert fp4kit.cast_master_weights([], SingleProcess()) == []
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-reference-2d", "nvfp4-flashinfer", "mxfp8-te-2d"])
+def test_infinities_are_those_of_the_whole(name) -> None:
+    x = np.random.default_rng(3).standard_normal((40, 96)).astype(np.float32)
+    x[3, 5], x[20, 40] = np.inf, -np.inf
+    shards = [(Shard(x.reshape(-1)[:1001], x.shape), Shard(x.reshape(-1)[1001:], x.shape, 1001))[i] for i in range(2)]
+    for quantized in run_threads(2, lambda comm: fp4kit.cast_master_weights([shards[comm.rank]], comm, name)):
+        assert_same_bits(quantized[0], fp4kit.quantize(x, name))
+
+
+def test_nan() -> None:
+    """Ignored where the recipe ignores it, an error on every process where it would be the scale."""
+    x = np.random.default_rng(3).standard_normal((32, 96)).astype(np.float32)
+    x[3, 5] = np.nan
+    shards = [Shard(x.reshape(-1)[:7], x.shape), Shard(x.reshape(-1)[7:], x.shape, 7)]
+    for quantized in run_threads(2, lambda comm: fp4kit.cast_master_weights([shards[comm.rank]], comm)):
+        assert_same_bits(quantized[0], fp4kit.quantize(x, "nvfp4-te-2d"))
+
+    def raises(comm) -> None:
+        with pytest.raises(ValueError, match="matrix 0 has NaN; nvfp4-te-reference-2d has no scale for it"):
+            fp4kit.cast_master_weights([shards[comm.rank]], comm, "nvfp4-te-reference-2d")
+
+    run_threads(2, raises)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_columnwise_and_plans(size) -> None:
+    rng = np.random.default_rng(5)
+    xs = [rng.standard_normal(shape).astype(np.float32) for shape in ((32, 80), (16, 16), (0, 16), (48, 48))]
+
+    def work(comm) -> None:
+        cuts = [(x.size * comm.rank // comm.size | 1, x.size * (comm.rank + 1) // comm.size | 1) for x in xs]
+        cuts = [
+            (a if comm.rank else 0, min(b, x.size) if comm.rank < comm.size - 1 else x.size)
+            for (a, b), x in zip(cuts, xs, strict=True)
+        ]
+        cuts = [(min(a, x.size), b) for (a, b), x in zip(cuts, xs, strict=True)]
+        mine = [x.reshape(-1)[a:b].copy() for (a, b), x in zip(cuts, xs, strict=True)]
+        plan = MasterWeightsPlan(
+            [Shard(v, x.shape, a) for v, x, (a, _) in zip(mine, xs, cuts, strict=True)], comm, columnwise=True
+        )
+        for factor in (1, 3, 0):
+            for v, x, (a, b) in zip(mine, xs, cuts, strict=True):
+                v[...] = x.reshape(-1)[a:b] * np.float32(factor)
+            if factor == 3:
+                mine = [v.copy() for v in mine]
+                plan.refresh(mine)
+            for (row, column), x in zip(plan.cast(), xs, strict=True):
+                whole = fp4kit.quantize(x * np.float32(factor), "nvfp4-te-2d")
+                assert_same_bits(row, whole)
+                assert_same_bits(column, fp4kit.transpose(whole))
+
+    run_threads(size, work)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cast((3, 5, 16)), "matrix 0: no process owns elements [0, 3) of 16; needs each element in one shard"),
+        (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
+        (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between two scales by whole blocks"),
+        (lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True), "nvfp4-te has 1x16 blocks; needs square ones"),
+        (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
+        (
+            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([]),
+            "array 0 of 0 has another",
+        ),
+        (
+            lambda: MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess()).refresh([np.ones(16)]),
+            "array 0 of 1 has another dtype or length than the plan's 1 shards",
+        ),
+    ],
+)
+def test_errors(call, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+def cast(cut: tuple[int, int, int], **options) -> None:
+    start, end, size = cut
+    fp4kit.cast_master_weights([Shard(np.ones(end - start, np.float32), (1, size), start)], SingleProcess(), **options)
+
+
 def test_errors_come_before_anything_is_sent() -> None:
     class Silent(SingleProcess):
         def all_reduce_max(self, array):
             raise AssertionError("sent")
 
-    with pytest.raises(ValueError, match=re.escape("partial_amax: elements [1, 17) of a matrix of 16")):
+    with pytest.raises(ValueError, match=re.escape("cast_master_weights: elements [1, 17) of a matrix of 16")):
         fp4kit.cast_master_weights([Shard(np.ones(16, np.float32), (1, 16), 1)], Silent())

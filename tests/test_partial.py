@@ -31,7 +31,7 @@ def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.nda
     return amax, out
 
 
-@settings(max_examples=300)
+@settings(max_examples=2000)
 @given(
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(DTYPES),

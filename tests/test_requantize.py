@@ -50,6 +50,13 @@ def test_zero_blocks_do_not_count() -> None:
     assert_same_bits(fp4kit.dequantize(result.quantized), fp4kit.dequantize(q))
 
 
+def test_scales_of_zero_blocks_may_be_anything() -> None:
+    q = _mxfp4(np.array([[105, 254, 103]]))
+    q.packed[:, 16:32] = 0x88
+    result = fp4kit.requantize(q, "nvfp4-te")
+    assert result.exact and result.quantized.block_scale[0, 2:4].tolist() == [0, 0]
+
+
 def test_all_zero_and_nan_scale() -> None:
     assert fp4kit.requantize(_mxfp4(np.full((2, 2), 127), fill=0), "nvfp4-te").exact
     nan = fp4kit.requantize(_mxfp4(np.array([[127, 255]])), "nvfp4-te")

@@ -95,6 +95,11 @@ def test_pad() -> None:
             ValueError,
             "swizzle: fp8-modelopt has no block scales",
         ),
+        (
+            lambda: fp4kit.swizzle(fp4kit.quantize(np.ones(32, np.float32), "nvfp4-te"), TILED[0]),
+            ValueError,
+            "swizzle: q is 1-d; swizzled_128x4 scales need the rows of a matrix; quantize x.reshape(1, -1)",
+        ),
         (lambda: layouts.shuffle_rows(20, 64), ValueError, "shuffle_rows: M is 20; needs a multiple of 16"),
     ],
 )

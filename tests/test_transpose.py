@@ -66,6 +66,13 @@ def test_errors(name, shape, axis, message) -> None:
         fp4kit.transpose(q)
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 32, 32), (2, 0, 16)])
+def test_of_nothing(shape) -> None:
+    x = np.zeros(shape, np.float32)
+    q = fp4kit.quantize(x, "nvfp4-te-2d", scale_layout="swizzled_8x4")
+    assert_same_bits(fp4kit.transpose(q), fp4kit.quantize(x, "nvfp4-te-2d", axis=-2, scale_layout="swizzled_8x4"))
+
+
 def test_needs_a_quantized() -> None:
     with pytest.raises(TypeError, match=re.escape("transpose: q is ndarray; needs a Quantized, as fp4kit.quantize returns")):
         fp4kit.transpose(np.ones(3))

@@ -2,27 +2,64 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 
 from fp4kit.agreement import COLUMNS, agreement_rows
 from fp4kit.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RECORD = ROOT / "benchmarks" / "results" / "h200.json"
+MEASURED = (  # rows of the table of times: operation, recipe
+    ("amax", ""),
+    ("quantize", "mxfp4-ocp"),
+    ("quantize", "mxfp8-torchao-rceil"),
+    ("quantize, amax given", "nvfp4-te"),
+    ("quantize, amax given", "nvfp4-torchao"),
+    ("quantize with amax", "nvfp4-modelopt"),
+    ("quantize_both", "nvfp4-te-2d"),
+    ("dequantize", "mxfp4-ocp"),
+)
 
 
-def generated() -> dict[str, str]:
-    """Text of each part between `<!-- generated: NAME -->` and `<!-- end -->`."""
-    return {"recipes": markdown(RECIPE_COLUMNS, grouped_recipe_rows()), "agreement": markdown(COLUMNS, agreement_rows())}
+def recipes() -> str:
+    """The table of recipes."""
+    return markdown(RECIPE_COLUMNS, grouped_recipe_rows())
+
+
+def agreement() -> str:
+    """Which recipes give the same bytes."""
+    return markdown(COLUMNS, agreement_rows())
+
+
+def performance() -> str:
+    """Times of the recorded run: a line on the machine, and a table."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import report
+
+    record = json.loads(RECORD.read_text())
+    return f"{report.heading(record)}.\n\n{markdown(report.SUMMARY_COLUMNS, report.summary(record, MEASURED))}"
+
+
+PARTS = {"recipes": recipes, "agreement": agreement, "performance": performance}
 
 
 def rewritten(text: str) -> str:
-    """The README with its generated parts as the code gives them."""
-    for name, body in generated().items():
+    """Text with each part between `<!-- generated: NAME -->` and `<!-- end -->` as the code, or the record, gives it.
+
+    Raises ValueError for a name that is not one of PARTS, and for a part that is there twice.
+    """
+    names = re.findall(r"<!-- generated: (.*?) -->", text)
+    wrong = {name for name in names if name not in PARTS or names.count(name) > 1}
+    if wrong:
+        raise ValueError(f"README.md: generated parts {sorted(wrong)}; needs {', '.join(PARTS)}, each at most once")
+    for name in names:
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda match, body=body: match.group(1) + body + "\n" + match.group(2), text)
-        if count != 1:
-            raise ValueError(f"README.md: {count} parts are marked 'generated: {name}'; needs one")
+        body = PARTS[name]()
+        text = pattern.sub(lambda match, body=body: match.group(1) + body + "\n" + match.group(2), text)
     return text
 
 

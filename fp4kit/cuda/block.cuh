@@ -14,23 +14,37 @@ FP4KIT_DEVICE float larger(float a, float b) {
   return fmaxf(a, b);
 }
 
-// amax of kCount elements: 0 for none that counts.
+// amax of a block that is added run by run: 0 for no element that counts. Lanes: a NaN is ignored unless all even or all odd elements are.
+template <AmaxNan kNan>
+struct BlockAmax {
+  float even = 0.0f, odd = 0.0f;
+  bool is_empty = true;
+
+  template <int kCount>
+  FP4KIT_DEVICE_MEMBER void add(const float (&x)[kCount]) {
+    if constexpr (kNan == AmaxNan::lanes) {
+      even = is_empty ? magnitude_of(x[0]) : fmaxf(even, magnitude_of(x[0]));
+      odd = is_empty ? magnitude_of(x[1]) : fmaxf(odd, magnitude_of(x[1]));
+      is_empty = false;
+#pragma unroll
+      for (int i = 2; i < kCount; i += 2) {
+        even = fmaxf(even, magnitude_of(x[i]));
+        odd = fmaxf(odd, magnitude_of(x[i + 1]));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) even = larger<kNan>(even, magnitude_of(x[i]));
+    }
+  }
+
+  FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
+};
+
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
-  if constexpr (kNan == AmaxNan::lanes) {
-    float even = magnitude_of(x[0]), odd = magnitude_of(x[1]);
-#pragma unroll
-    for (int i = 2; i < kCount; i += 2) {
-      even = fmaxf(even, magnitude_of(x[i]));
-      odd = fmaxf(odd, magnitude_of(x[i + 1]));
-    }
-    return even > odd ? even : odd;
-  } else {
-    float amax = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) amax = larger<kNan>(amax, magnitude_of(x[i]));
-    return amax;
-  }
+  BlockAmax<kNan> amax;
+  amax.add(x);
+  return amax.result();
 }
 
 // y_j = 1/4 sum_i s_i H_ij x_i over 16 elements, in double, rounded to In. Same order of sums as reference/hadamard.py.
@@ -82,6 +96,7 @@ struct decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }  // E8M0: apply, bfloat16
 };
 struct decode_tensor {  // decode_product without block scales
   template <class R>
@@ -102,10 +117,19 @@ struct decode_e8m0_rule : decode_product {
 };
 struct decode_e8m0_flashinfer_host : decode_e8m0_rule {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_product::apply_pair(Bfloat16::add_zero(values), scales); }
 };
 struct decode_e8m0_flashinfer_api : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code << 23); }
+};
+struct decode_e8m0_unbounded : decode_product {  // ldexp(value, code - 127), so that 255 is 2^128: half of it, and twice the value
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23); }
+  FP4KIT_DEVICE float apply(float value, float scale) { return 2.0f * value * scale; }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
+  }
 };
 struct decode_int_modelopt {
   template <class R>

@@ -9,6 +9,7 @@ from fp4kit.cuda import loader
 
 THREADS = 256
 BLOCKS_PER_SM = 16
+UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of the work
 
 
 @cache
@@ -17,9 +18,9 @@ def multiprocessors(device: int) -> int:
     return int(loader.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
-def grid(work_blocks: int, device: int) -> int:
+def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
     """Thread blocks to launch for work that keeps `work_blocks` busy once."""
-    return max(min(work_blocks, multiprocessors(device) * BLOCKS_PER_SM), 1)
+    return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
 
 def address(array: Any) -> int:

@@ -13,20 +13,22 @@ import numpy as np
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, address, aligned, grid
 from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
+WHOLE = 1 << 16  # thread blocks a multiprocessor: no thread has to loop
+THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
 _POINTER = "u8"
 QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random")
-_QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
+QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
 _DEQUANTIZE = np.dtype(
     [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [("rows", "i8"), ("columns", "i8")]
 )
-_AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
+AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
 
 
-def _rows_and_columns(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
+def rows_and_columns(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
     """Shape that a kernel sees: without blocks, and with one scale for all, one long row."""
     rows, columns = shape
     return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
@@ -49,14 +51,19 @@ def _quantize_function(
     return loader.function(source, f"{file}_kernel", device)
 
 
-def _work_blocks(r: Recipe, rows: int, columns: int) -> int:
-    """Thread blocks that a matrix keeps busy once."""
+def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, device: int) -> int:
+    """Thread blocks for a matrix: as many as keep its elements busy once, or as fit where each makes a table first."""
     file = kind_of(r)
     if file == "quantize_tile":
         wide = -(-(columns // r.block_size) // (THREADS // r.block_rows))
-        return -(-rows // r.block_rows) * wide
-    runs = rows * -(-columns // 16) if file == "quantize_plain" else rows * (columns // r.block_size)
-    return -(-runs // THREADS)
+        return grid(-(-rows // r.block_rows) * wide, device)
+    work = -(-rows * (-(-columns // 16) * 16) * dtype.itemsize // (THREAD_BYTES * THREADS))
+    return grid(work, device, 6 if has_table(r) else WHOLE)
+
+
+def whole_runs(x: Any, values: Any, rows: int, columns: int) -> bool:
+    """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
+    return aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
 
 
 def quantize_matrix(
@@ -75,14 +82,14 @@ def quantize_matrix(
     block_amax: Any = None,
 ) -> None:
     """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead."""
-    rows, columns = _rows_and_columns(x.shape, r)
-    whole = aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
+    rows, columns = rows_and_columns(x.shape, r)
+    whole = whole_runs(x, values, rows, columns)
     stochastic = seed is not None or random is not None
     device = x.device.id
     call = _quantize_function(r, x.dtype, whole, layout, values is not None, stochastic, mask, device)
     arrays = (x, packed, scales, values, amax, tensor_scale, block_amax, random)
-    arguments = np.array([(*map(address, arrays), seed or 0, rows, columns)], _QUANTIZE)
-    call((grid(_work_blocks(r, rows, columns), device),), (THREADS,), (arguments,))
+    arguments = np.array([(*map(address, arrays), seed or 0, rows, columns)], QUANTIZE)
+    call((_grid(r, x.dtype, rows, columns, device),), (THREADS,), (arguments,))
 
 
 @cache
@@ -99,14 +106,18 @@ def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: An
     device = values.device.id
     call = _dequantize_function(r, layout, original, values.dtype, device)
     arguments = np.array([(*map(address, (packed, scales, values, amax)), rows, columns)], _DEQUANTIZE)
-    call((grid(-(-rows * -(-columns // 16) // THREADS), device),), (THREADS,), (arguments,))
+    call((grid(-(-rows * -(-columns // 8) * 8 // (32 * THREADS)), device, WHOLE),), (THREADS,), (arguments,))
+
+
+def transform_struct(mask: int | None) -> str:
+    """Transform, which says whether a Hadamard transform comes first, and with which signs."""
+    text = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
+    return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
 
 @cache
 def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
-    transform = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
-    transform += f"static constexpr u32 kSignMask = {mask or 0}u; }};"
-    source = instantiation("amax", transform, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
+    source = instantiation("amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
     return loader.function(source, kernel, device)
 
 
@@ -121,7 +132,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     kernel = "amax_rows_kernel" if by_row else "amax_kernel"
     call = _amax_function(kernel, x.dtype, counted, whole, mask, x.device.id)
     out = cupy.zeros(rows if by_row else (), np.float32)
-    arguments = np.array([(x.data.ptr, out.data.ptr, rows, columns)], _AMAX)
+    arguments = np.array([(x.data.ptr, out.data.ptr, rows, columns)], AMAX)
     work = rows if by_row else -(-x.size // (16 * THREADS))
     call((grid(work, x.device.id),), (THREADS,), (arguments,))
     return out

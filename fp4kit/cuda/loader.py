@@ -40,6 +40,11 @@ def architecture(capability: str) -> str:
     return f"sm_{capability}a" if int(capability) >= 100 else f"sm_{capability}"
 
 
+def compiler_version() -> tuple[int, int]:
+    """Major and minor version of NVRTC. Raises RuntimeError with what to install."""
+    return nvrtc.version()
+
+
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
     """Cubin and log of an instantiation (see stub.instantiation) for an architecture such as "sm_90". Needs no GPU."""
     headers = include_closure(tuple(_INCLUDE.findall(source)))

@@ -5,81 +5,106 @@
 
 struct alignas(16) Chunk { u32 w[4]; };
 
-// An aligned run as it lies in memory.
+// A run as it lies in memory, in words of 32 bits.
 template <class In, int kCount>
 struct Run {
-  static constexpr int kPerChunk = 16 / sizeof(typename In::Bits), kChunks = kCount / kPerChunk;
-  Chunk chunks[kChunks];
+  static constexpr int kPerWord = 4 / sizeof(typename In::Bits), kWords = kCount / kPerWord;
+  u32 w[kWords];
 };
 
-template <class In, int kCount>
+// kAligned: x is a multiple of 16 bytes.
+template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
+  if constexpr (kAligned) {
 #pragma unroll
-  for (int i = 0; i < run.kChunks; ++i) run.chunks[i] = reinterpret_cast<const Chunk*>(x)[i];
+    for (int i = 0; i < run.kWords / 4; ++i) {
+      const Chunk chunk = reinterpret_cast<const Chunk*>(x)[i];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) run.w[4 * i + j] = chunk.w[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < run.kWords; ++i) {
+      if constexpr (sizeof(typename In::Bits) == 4) {
+        run.w[i] = bits_of(x[i]);
+      } else {
+        run.w[i] = x[2 * i] | static_cast<u32>(x[2 * i + 1]) << 16;
+      }
+    }
+  }
   return run;
+}
+
+// Element i of a run.
+template <class In, int kCount>
+FP4KIT_DEVICE float element(const Run<In, kCount>& run, int i) {
+  if constexpr (sizeof(typename In::Bits) == 4) return float_of(run.w[i]);
+  if constexpr (In::kIsBfloat16) return float_of(i % 2 ? run.w[i / 2] & 0xFFFF0000u : run.w[i / 2] << 16);
+  return In::widen(static_cast<u16>(run.w[i / 2] >> (16 * (i % 2))));
 }
 
 template <class In, int kCount>
 FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
+}
+
+// Values that are exact in In -> a run.
+template <class In, int kCount>
+FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
+  Run<In, kCount> run;
+#pragma unroll
+  for (int i = 0; i < run.kWords; ++i) {
     if constexpr (sizeof(typename In::Bits) == 4) {
-      values[i] = float_of(run.chunks[i / 4].w[i % 4]);
+      run.w[i] = bits_of(values[i]);
     } else {
-      values[i] = In::widen(static_cast<u16>(run.chunks[i / 8].w[i % 8 / 2] >> (16 * (i % 2))));
+      run.w[i] = In::narrow_pair(values[2 * i], values[2 * i + 1]);
     }
+  }
+  return run;
+}
+
+// Words -> memory at a multiple of their size, 8 or 16 bytes or more.
+template <int kWords>
+FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
+  if constexpr (kWords == 2) {
+    *static_cast<u64*>(out) = words[0] | static_cast<u64>(words[1]) << 32;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i)
+      static_cast<Chunk*>(out)[i] = {{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}};
   }
 }
 
 // The largest magnitude of a run as float32 bits, above infinity's if any is NaN; types of 16 bits are compared two at a time.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
-  u32 largest = 0u;
+  if constexpr (sizeof(typename In::Bits) == 4) {
+    u32 largest = 0u;
 #pragma unroll
-  for (int i = 0; i < run.kChunks; ++i) {
+    for (int i = 0; i < run.kWords; ++i) largest = maximum(largest, run.w[i] & 0x7FFFFFFFu);
+    return largest;
+  } else {
+    u32 largest = In::max_magnitude(run.w[0], run.w[1]);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (sizeof(typename In::Bits) == 4) {
-        largest = maximum(largest, run.chunks[i].w[j] & 0x7FFFFFFFu);
-      } else {
-        largest = max_u16x2(largest, run.chunks[i].w[j] & 0x7FFF7FFFu);
-      }
-    }
+    for (int i = 2; i < run.kWords; ++i) largest = In::max_magnitude(largest, run.w[i]);
+    largest = In::max_magnitude(largest, largest >> 16) & 0x7FFFu;
+    return bits_of(In::widen(static_cast<u16>(largest)));
   }
-  if constexpr (sizeof(typename In::Bits) == 4) return largest;
-  return bits_of(In::widen(static_cast<u16>(maximum(largest & 0xFFFFu, largest >> 16))));
 }
 
 // kCount elements at x -> float32. kAligned: x is a multiple of 16 bytes, and so is the run.
 template <class In, int kCount, bool kAligned>
 FP4KIT_DEVICE void load_run(const typename In::Bits* x, float (&values)[kCount]) {
-  if constexpr (kAligned) {
-    widen_run(read_run<In, kCount>(x), values);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = In::widen(x[i]);
-  }
+  widen_run(read_run<In, kCount, kAligned>(x), values);
 }
 
 // kCount values -> elements at y, rounded.
 template <class Out, int kCount, bool kAligned>
 FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount]) {
   if constexpr (kAligned) {
-    constexpr int kPerChunk = 16 / sizeof(typename Out::Bits);
-#pragma unroll
-    for (int c = 0; c < kCount / kPerChunk; ++c) {
-      Chunk chunk;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (sizeof(typename Out::Bits) == 4) {
-          chunk.w[j] = bits_of(values[4 * c + j]);
-        } else {
-          chunk.w[j] = Out::narrow_pair(values[8 * c + 2 * j], values[8 * c + 2 * j + 1]);
-        }
-      }
-      reinterpret_cast<Chunk*>(y)[c] = chunk;
-    }
+    store_words(y, narrow_run<Out>(values).w);
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) y[i] = Out::narrow(values[i]);
@@ -87,7 +112,7 @@ FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount
 }
 
 // kCount codes -> bytes at out: two 4-bit codes a byte, the even one low; wider codes one a byte. out is aligned to 4 bytes,
-// and to 8 where a run has 8 bytes or more, because runs start at multiples of 16 elements.
+// to the run's bytes up to 16, because runs start at multiples of 16 elements.
 template <int kBits, int kCount>
 FP4KIT_DEVICE void store_codes(u8* out, const u32 (&codes)[kCount]) {
   constexpr int kPerWord = kBits == 4 ? 8 : 4, kShift = kBits == 4 ? 4 : 8, kWords = kCount / kPerWord;
@@ -98,20 +123,5 @@ FP4KIT_DEVICE void store_codes(u8* out, const u32 (&codes)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kPerWord; ++i) words[w] |= codes[w * kPerWord + i] << (kShift * i);
   }
-#pragma unroll
-  for (int w = 0; w < kWords; w += 2)
-    *reinterpret_cast<u64*>(out + 4 * w) = words[w] | static_cast<u64>(words[w + 1]) << 32;
-}
-
-// The inverse: kCount codes at in.
-template <int kBits, int kCount>
-FP4KIT_DEVICE void load_codes(const u8* in, u32 (&codes)[kCount]) {
-  constexpr int kPerWord = kBits == 4 ? 8 : 4, kShift = kBits == 4 ? 4 : 8, kWords = kCount / kPerWord;
-#pragma unroll
-  for (int w = 0; w < kWords; w += 2) {
-    const u64 pair = *reinterpret_cast<const u64*>(in + 4 * w);
-#pragma unroll
-    for (int i = 0; i < 2 * kPerWord; ++i)
-      codes[w * kPerWord + i] = static_cast<u32>(pair >> (kShift * i)) & ((1u << kShift) - 1u);
-  }
+  store_words(out, words);
 }

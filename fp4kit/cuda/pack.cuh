@@ -1,98 +1,121 @@
-// Codes of several finite values at once, rn, with their signs, packed into a word, and back: what the hot kernels spend their time on.
+// Codes of several finite values at once, packed into a word, and back: what the hot kernels spend their time on.
+//
+// On sm_80 to sm_90 minima, shifts, logic and prmt issue at half the rate of float additions and products, so codes are made of those.
 #pragma once
 
 #include "memory.cuh"
 
-// The sign of value i (i = 0 ... 7) at bit 4 i + 3.
-FP4KIT_DEVICE u32 gather_signs(const float* x) {
+// The sign of float i (i = 0 ... 7) at bit 4 i + 3.
+FP4KIT_DEVICE u32 nibble_signs(const float* x) {
   // Bytes 3 of the even values, and of the odd ones: their top bits are the signs.
   const u32 even = prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x0073u), prmt(bits_of(x[4]), bits_of(x[6]), 0x0073u), 0x5410u);
   const u32 odd = prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x0073u), prmt(bits_of(x[5]), bits_of(x[7]), 0x0073u), 0x5410u);
   return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
 }
 
-// Low nibble: the magnitude's E2M1 code; what lies above it is not meant.
-//   With a clamped to 6 and e the exponent of max(a, 1), adding 2^(e + 22) (1 + 2^-22) rounds a to the grid, and the low bits of the sum are the
-//   rounded significand plus 2; e's field, added twice, completes the code, because 2 + 2 * 127 is a multiple of 16.
-FP4KIT_DEVICE u32 round_e2m1(float a) {
-  a = fminf(a, 6.0f);
-  const u32 e = bits_of(fmaxf(a, 1.0f)) & kInfinityBits;
-  const float magic = float_of(e) * 4194305.0f;  // 2^22 + 1: exact
-  return bits_of(a + magic) + (e >> 22);
+// The same of eight elements of 16 bits: prmt copies a sign all over a byte.
+FP4KIT_DEVICE u32 nibble_signs_of_pairs(const u32* pairs) {
+  const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u), high = prmt(pairs[2], pairs[3], 0xFBD9u);  // of elements 0 2 1 3, 4 6 5 7
+  return (prmt(low, high, 0x5410u) & 0x08080808u) | (prmt(low, high, 0x7632u) & 0x80808080u);
 }
 
-// Word of the E2M1 codes of eight finite values.
-FP4KIT_DEVICE u32 encode_e2m1x8(const float* v) {
-#if FP4KIT_HAS_CVT_E2M1
-  return cvt_rn_satfinite_e2m1x2(v[1], v[0]) | cvt_rn_satfinite_e2m1x2(v[3], v[2]) << 8 |
-         cvt_rn_satfinite_e2m1x2(v[5], v[4]) << 16 | cvt_rn_satfinite_e2m1x2(v[7], v[6]) << 24;
-#else
-  u32 bytes[4];
+// 2^23 + the E2M1 code of a in [0, 7), rn; of any a >= 0 if kClamp.
+//   The code is 2 a below 2, a + 2 below 4, a / 2 + 4 below 8: the least of the three. One fma rounds each to an integer, ties to even, and
+//   as 2 and 4 are even so are even codes.
+template <bool kClamp>
+FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
+  const float code = fminf(fminf(fma_rn(a, 2.0f, 8388608.0f), a + 8388610.0f), fma_rn(a, 0.5f, 8388612.0f));
+  return bits_of(kClamp ? fminf(code, 8388615.0f) : code);
+}
+
+// Word of the E2M1 codes of eight magnitudes and their signs at bits 4 i + 3.
+template <bool kClamp>
+FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, u32 signs) {
+  u32 c[8];
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    bytes[i] = (round_e2m1(magnitude_of(v[2 * i])) & 15u) + (round_e2m1(magnitude_of(v[2 * i + 1])) << 4);
-  const u32 magnitudes = prmt(prmt(bytes[0], bytes[1], 0x0040u), prmt(bytes[2], bytes[3], 0x0040u), 0x5410u);
-  return magnitudes | gather_signs(v);
-#endif
+  for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp>(a[i]);
+  const u32 low = mad(mad(c[3], 16u, c[2]), 256u, mad(c[1], 16u, c[0]));
+  const u32 high = mad(mad(c[7], 16u, c[6]), 256u, mad(c[5], 16u, c[4]));
+  constexpr u32 kOffsets = 0x4B000000u + (0x4B000000u << 4);  // bits of 2^23, at the two places where they stay in the word
+  return (mad(high, 65536u, low) - kOffsets) | signs;
 }
 
-// Word of the codes of four finite values in a format of 8 bits (one code a byte).
+// bfloat16 pairs: 128 + the E2M1 code of |x| * factor, where that product is exact.
+FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
+  const u32 a = fma_bf16x2(pair & 0x7FFF7FFFu, factor, 0x80008000u);
+  const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));
+  return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
+}
+
+// Word of the E2M1 codes of four pairs of bfloat16 times a power of two; signs: what nibbles' signs are taken from.
+FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
+  u32 bytes[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 codes = prmt(code_pair_e2m1(pairs[2 * i], factor), code_pair_e2m1(pairs[2 * i + 1], factor), 0x6420u);
+    const u32 signed_codes = codes | (prmt(signs[2 * i], signs[2 * i + 1], 0xFDB9u) & 0x08080808u);
+    bytes[i] = signed_codes | signed_codes >> 4;
+  }
+  return prmt(bytes[0], bytes[1], 0x6420u);
+}
+
+// Word of the codes of four values, rn, with their signs, in a format of one code a byte.
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
+#if FP4KIT_HAS_CVT_FP8
+  if constexpr (F::kBits == 8 && F::kMantissaBits == 3)
+    return prmt(cvt_rn_satfinite_e4m3x2(v[1], v[0]), cvt_rn_satfinite_e4m3x2(v[3], v[2]), 0x5410u);
+  if constexpr (F::kBits == 8 && F::kMantissaBits == 2)
+    return prmt(cvt_rn_satfinite_e5m2x2(v[1], v[0]), cvt_rn_satfinite_e5m2x2(v[3], v[2]), 0x5410u);
+#endif
   return encode_finite_rn<F>(v[0]) | encode_finite_rn<F>(v[1]) << 8 | encode_finite_rn<F>(v[2]) << 16 |
          encode_finite_rn<F>(v[3]) << 24;
 }
 
-// Codes of kCount finite values, packed as store_codes packs them, at out (a multiple of 8 bytes).
-template <class F, int kCount>
-FP4KIT_DEVICE void encode_and_store(u8* out, const float (&v)[kCount]) {
-  constexpr int kPerWord = F::kBits == 4 ? 8 : 4;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 2 * kPerWord) {
-    u32 words[2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      if constexpr (F::kBits == 4) {
-        words[w] = encode_e2m1x8(v + i + w * kPerWord);
-      } else {
-        words[w] = encode_x4<F>(v + i + w * kPerWord);
-      }
-    }
-    *reinterpret_cast<u64*>(out + i / kPerWord * 4) = words[0] | static_cast<u64>(words[1]) << 32;
-  }
+// Word of the codes of eight or four finite values with their signs.
+template <class F>
+FP4KIT_DEVICE u32 encode_word(const float* v) {
+#if FP4KIT_HAS_CVT_E2M1
+  if constexpr (F::kBits == 4)
+    return cvt_rn_satfinite_e2m1x2(v[1], v[0]) | cvt_rn_satfinite_e2m1x2(v[3], v[2]) << 8 |
+           cvt_rn_satfinite_e2m1x2(v[5], v[4]) << 16 | cvt_rn_satfinite_e2m1x2(v[7], v[6]) << 24;
+#endif
+  return encode_x4<F>(v);
 }
 
-// The values of the eight E2M1 codes of a word. Their bfloat16 patterns have eight high and eight low bytes, which prmt looks up for
-// four codes at a time; a table of 0x80 under selectors with their sign bits left on gives the signs.
-FP4KIT_DEVICE void decode_e2m1x8(u32 word, float* values) {
+// The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low bytes, which prmt looks
+// up for four codes at a time; a table of 0x80 under selectors with their sign bits left on gives the signs.
+template <int kCount>
+FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const u32 codes = word >> (16 * half), magnitudes = codes & 0x7777u;
+  for (int i = 0; i < kCount / 4; ++i) {
+    const u32 codes = word >> (16 * i), magnitudes = codes & 0x7777u;
     const u32 signs = prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, 0xFF << 1 keeps the top bit
     const u32 high = prmt(0x3F3F3F00u, 0x40404040u, magnitudes) | signs;
     const u32 low = prmt(0xC0800000u, 0xC0804000u, magnitudes);
-    const u32 first = prmt(low, high, 0x5140u), second = prmt(low, high, 0x7362u);
-    values[4 * half] = float_of(first << 16);
-    values[4 * half + 1] = float_of(first & 0xFFFF0000u);
-    values[4 * half + 2] = float_of(second << 16);
-    values[4 * half + 3] = float_of(second & 0xFFFF0000u);
+    pairs[2 * i] = prmt(low, high, 0x5140u);
+    pairs[2 * i + 1] = prmt(low, high, 0x7362u);
   }
 }
 
-// Values of kCount codes at in (a multiple of 8 bytes), packed as store_codes packs them.
+// Values of kCount codes as they lie in memory, in the low end of `codes`.
 template <class F, int kCount>
-FP4KIT_DEVICE void load_and_decode(const u8* in, float (&values)[kCount]) {
+FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
   if constexpr (F::kBits == 4 && !F::kIsInteger) {
+    u32 pairs[kCount / 2];
+    decode_pairs_e2m1<kCount>(static_cast<u32>(codes), pairs);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 16) {
-      const u64 pair = *reinterpret_cast<const u64*>(in + i / 2);
-      decode_e2m1x8(static_cast<u32>(pair), values + i);
-      decode_e2m1x8(static_cast<u32>(pair >> 32), values + i + 8);
+    for (int i = 0; i < kCount; ++i) values[i] = float_of(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
+  } else if constexpr (F::kBits == 8 && !F::kIsInteger && FP4KIT_HAS_CVT_FP8) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const u32 halves = decode_fp8x2<F::kMantissaBits>(static_cast<u16>(codes >> (8 * i)));
+      values[i] = widen_f16(static_cast<u16>(halves));
+      values[i + 1] = widen_f16(static_cast<u16>(halves >> 16));
     }
   } else {
-    u32 codes[kCount];
-    load_codes<F::kBits>(in, codes);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) values[i] = decode<F>(codes[i]);
+    for (int i = 0; i < kCount; ++i)
+      values[i] = decode<F>(static_cast<u32>(codes >> (F::kStoredBits * i)) & ((1u << F::kStoredBits) - 1u));
   }
 }

@@ -85,9 +85,15 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
 FP4KIT_DEVICE float widen_bf16(u16 x) { return float_of(static_cast<u32>(x) << 16); }
 
 FP4KIT_DEVICE u16 narrow_bf16(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u16 half;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+#else
   const u32 bits = bits_of(x);
   if (is_nan(x)) return static_cast<u16>((bits >> 16) | 0x40u);
   return static_cast<u16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+#endif
 }
 
 // prmt.b32: byte i of the result is the byte of (b, a), numbered 0 to 7 from the low end of a, that nibble i of the selector names; a
@@ -139,6 +145,124 @@ FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
   return maximum(a & 0xFFFFu, b & 0xFFFFu) | maximum(a >> 16, b >> 16) << 16;
 #endif
 }
+
+// The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no mask before it.
+FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  u32 y;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return max_u16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  u32 y;
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return max_u16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+// a * b + c of pairs of 16-bit floats, rounded once; subnormals are kept. The twin of bfloat16 rounds twice where double and float32
+// both round, which no use of it here can reach: products and sums have at most 24 bits, or lie far from ties.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define FP4KIT_FAST_BF16X2 1
+#else
+#define FP4KIT_FAST_BF16X2 0
+#endif
+FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+#else
+  u32 y = 0u;
+  for (int half = 0; half < 32; half += 16) {
+    const double exact = static_cast<double>(widen_bf16(static_cast<u16>(a >> half))) * widen_bf16(static_cast<u16>(b >> half)) +
+                         widen_bf16(static_cast<u16>(c >> half));
+    y |= static_cast<u32>(narrow_bf16(static_cast<float>(exact))) << half;
+  }
+  return y;
+#endif
+}
+
+FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+#else
+  u32 y = 0u;
+  for (int half = 0; half < 32; half += 16) {
+    const double exact = static_cast<double>(widen_f16(static_cast<u16>(a >> half))) * widen_f16(static_cast<u16>(b >> half)) +
+                         widen_f16(static_cast<u16>(c >> half));
+    y |= static_cast<u32>(narrow_f16(static_cast<float>(exact))) << half;
+  }
+  return y;
+#endif
+}
+
+// The smaller of pairs of bfloat16 that are not NaN and not negative.
+FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("min.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return minimum(a & 0xFFFFu, b & 0xFFFFu) | minimum(a >> 16, b >> 16) << 16;
+#endif
+}
+
+// a * b + c, rounded once.
+FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+// a * b + c of integers, modulo 2^32: kept off the pipe of shifts and logic, which limits the hot kernels.
+FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+#else
+  return a * b + c;
+#endif
+}
+
+// FP8 codes of two floats, rn, satfinite, NaN 0x7F: `low` in the low byte. Since sm_89.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define FP4KIT_HAS_CVT_FP8 1
+FP4KIT_DEVICE u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
+  u16 y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+}
+FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
+  u16 y;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
+  return y;
+}
+// Two FP8 codes, E4M3 or E5M2 by their mantissa bits, as float16: exact, NaN stays NaN.
+template <int kMantissaBits>
+FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
+  u32 halves;
+  if constexpr (kMantissaBits == 3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  if constexpr (kMantissaBits == 2) asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
+}
+#else
+#define FP4KIT_HAS_CVT_FP8 0
+template <int kMantissaBits>
+FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) { return 0u; }  // not called
+#endif
 
 // Two E2M1 codes of two floats, rn, satfinite: a in the low nibble. Blackwell has an instruction for it.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)

@@ -1,88 +1,160 @@
 // quantize: elements to codes and block scales, blocks in a row (1 x kBlock). fake_quantize: the values of those codes.
 //
-// A thread takes a run of kRun elements (a block, or a part of a longer one), keeps it in registers, and writes codes and scale.
-// The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of 256 factors first: two divisions
+// A thread takes a run of elements, neighbouring threads the runs of one block; a few runs are loaded before the first is used.
+// The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of the factors first: two divisions
 // for each code instead of two for each block of elements.
-#include "pack.cuh"
 #include "quantize.cuh"
+#include "quantize.cuh"
+
+template <class R, class In>
+struct Rows {
+  static constexpr int kRun = R::kFake ? 8 : 16;   // values are stored 16 bytes a thread: whole lines a warp
+  static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
+  static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
+  static constexpr bool kShort = ShortWay<R, In>::kExists && (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
+  // A row's number is not needed.
+  static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && R::kTensorScaling != TensorScaling::row;
+  static constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
+};
+
+constexpr int kTableSize = 128;  // codes without a sign
 
 // The scale code of a block and the factor for its elements.
 template <class R, class In>
-FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const float* table, float& factor) {
+FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
-  factor = R::kHasTable ? table[code] : R::BlockRule::template factor<R, In>(code, t);
-  if constexpr (R::kZeroFactor) factor = magnitude_of(amax) < kFltMin ? 0.0f : factor;  // FlashInfer
+  f = R::kHasTable ? table[code % kTableSize] : factor_of<R, In>(code, t);
+  if constexpr (R::kZeroFactor) f.by = magnitude_of(amax) < kFltMin ? 0.0f : f.by;  // FlashInfer
   return code;
 }
 
-// Quantize a block of finite elements whose amax is known, unless its factor is not finite. No NaN can appear then, and every rule
-// for NaN in an amax has given the same: recipes that round to nearest and keep signs take this shorter way.
-template <class R, class In, int kRun>
-FP4KIT_DEVICE bool quantize_finite(const Arguments& a, i64 first, const float (&x)[kRun], float amax, TensorScale t,
-                                   const float* table, u32& code) {
-  float factor;
-  code = scale_block<R, In>(amax, t, table, factor);
-  if (!is_finite(factor)) return false;
-  float scaled[kRun];
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
+  constexpr int kRun = Rows<R, In>::kRun;
+  Run<In, kRun> x = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
+  if constexpr (R::kHadamard) {
+    float values[kRun];
+    widen_run(x, values);
+    hadamard_run<R::kSignMask, In>(values);
+    x = narrow_run<In>(values);
+  }
+  return x;
+}
+
+// Where a run is: its row, and its block in the row; in all rows together where the row does not matter.
+struct Place {
+  u32 row, block;
+  bool is_first;  // of its block
+};
+
+template <class R, class In>
+FP4KIT_DEVICE Place place_of(u32 run, u32 row_runs) {
+  constexpr u32 kLanes = Rows<R, In>::kLanes;
+  const u32 row = Rows<R, In>::kFlat ? 0u : run / row_runs;
+  return {row, (run - row * row_runs) / kLanes, run % kLanes == 0u};
+}
+
+// What is written once for a block, by the thread of its first run.
+template <class R, class In>
+FP4KIT_DEVICE void store_scales(const Arguments& a, Place place, u32 code, TensorScale t) {
+  if (R::kFake || !place.is_first) return;
+  if constexpr (R::kHasScales) {
+    const u32 columns = static_cast<u32>(a.columns) / R::kBlock;
+    a.scales[Rows<R, In>::kFlat ? place.block : scale_offset<R::kLayout>(place.row, place.block, columns)] = code;
+  }
+  if constexpr (R::kTensorScaling == TensorScaling::block) {
+    a.tensor_scale[place.block] = t.decode;
+  } else if constexpr (R::kTensorScaling != TensorScaling::none) {
+    const bool owner = place.block == 0u && (R::kTensorScaling == TensorScaling::row || place.row == 0u);
+    if (owner && a.tensor_scale) a.tensor_scale[place.row] = t.decode;
+  }
+}
+
+// Quantize a run the short way, if it is inside; false if it has to go the long way, and nothing is written then. Neighbours exchange their amaxes, so
+// every thread of a warp must come here.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE bool quantize_finite(const Arguments& a, u32 run, bool inside, const Run<In, Rows<R, In>::kRun>& x, Place place,
+                                   TensorScale t, const Factor* table) {
+  constexpr int kRun = Rows<R, In>::kRun;
+  const u32 largest = largest_bits_of(x);
+  u32 amax = largest;
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) scaled[i] = scaled_element<R, In>(x[i], factor);
-  encode_and_store<typename R::Element>(a.packed + first / (R::Element::kBits == 4 ? 2 : 1), scaled);
+  for (int lane = 1; lane < Rows<R, In>::kLanes; lane *= 2) amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
+  if constexpr (R::kStatic) {
+    if (a.block_amax && inside) amax = bits_of(a.block_amax[run / Rows<R, In>::kLanes]);
+  }
+  Factor f;
+  const u32 code = scale_block<R, In>(float_of(amax), t, table, f);
+  if (amax >= kInfinityBits || !takes_short_way<R, In>(largest, f)) return false;
+  if (!inside) return true;
+  store_finite<R, In, kAligned>(a, static_cast<i64>(run) * kRun, x, f, code, t);
+  store_scales<R, In>(a, place, code, t);
   return true;
 }
 
-// Quantize the block that begins at element `first`, of any elements; x holds its first run.
-template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE u32 quantize_any(const Arguments& a, i64 first, i64 block, float (&x)[kRun], TensorScale t, const float* table) {
-  const float amax = a.block_amax ? a.block_amax[block] : block_amax_of<R, In, kRun, kAligned>(a, first, x);
-  float factor;
-  const u32 code = scale_block<R, In>(amax, t, table, factor);
-  for (int start = 0; start < R::kBlock; start += kRun) {
-    if (start) load_elements<R, In, kRun, kAligned>(a, first + start, x);
-    u32 codes[kRun];
-    encode_run<R, In>(a, first + start, x, factor, codes);
-    write_run<R, In, kRun, kAligned>(a, first + start, codes, code, t);
+// amax of the block that run `run` is a part of.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
+  BlockAmax<R::kAmaxNan> amax;
+#pragma unroll 1
+  for (u32 lane = 0; lane < Rows<R, In>::kLanes; ++lane) {
+    float x[Rows<R, In>::kRun];
+    widen_run(load_run_of<R, In, kAligned>(a, run / Rows<R, In>::kLanes * Rows<R, In>::kLanes + lane), x);
+    amax.add(x);
   }
-  return code;
+  return amax.result();
 }
 
-template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE u32 quantize_block(const Arguments& a, i64 first, i64 block, TensorScale t, const float* table) {
+// Quantize a run of any elements.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_any(const Arguments& a, u32 run, Place place, TensorScale t, const Factor* table) {
+  constexpr int kRun = Rows<R, In>::kRun;
+  const float amax = a.block_amax ? a.block_amax[run / Rows<R, In>::kLanes] : block_amax_of<R, In, kAligned>(a, run);
+  Factor f;
+  const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
-  if constexpr (R::kFastPath && kAligned && R::kBlock == kRun) {
-    const auto run = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + first);
-    const u32 largest = largest_bits_of(run);
-    widen_run(run, x);
-    u32 code;
-    if (!a.block_amax && largest < kInfinityBits && quantize_finite<R, In>(a, first, x, float_of(largest), t, table, code))
-      return code;
-  } else {
-    load_elements<R, In, kRun, kAligned>(a, first, x);
-  }
-  return quantize_any<R, In, kRun, kAligned>(a, first, block, x, t, table);
+  widen_run(load_run_of<R, In, kAligned>(a, run), x);
+  u32 codes[kRun];
+  encode_run<R, In>(a, static_cast<i64>(run) * kRun, x, f.by, codes);
+  write_run<R, In, kRun, kAligned>(a, static_cast<i64>(run) * kRun, codes, code, t);
+  store_scales<R, In>(a, place, code, t);
 }
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
-  constexpr int kRun = R::kBlock < 32 ? R::kBlock : 32;
-  __shared__ float table[R::kHasTable ? 256 : 1];
-  const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
-  constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
-  const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  using Way = Rows<R, In>;
+  constexpr int kRun = Way::kRun;
+  __shared__ Factor table[R::kHasTable ? kTableSize : 1];
+  const u32 row_runs = static_cast<u32>(a.columns) / kRun, runs = static_cast<u32>(a.rows) * row_runs;
+  const u32 blocks = row_runs / Way::kLanes;
+  const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   if constexpr (R::kHasTable) {
-    for (int code = threadIdx.x; code < 256; code += blockDim.x)
-      table[code] = R::BlockRule::template factor<R, In>(code, whole_scale);
+    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of<R, In>(threadIdx.x, whole_scale);
     __syncthreads();
   }
-  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
-    const bool flat = R::kLayout == ScaleLayout::linear && R::kTensorScaling != TensorScaling::row;
-    const i64 row = flat ? 0 : quotient(i, blocks, count), block = flat ? i : i - row * blocks;
-    const TensorScale t = kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, row, block, blocks);
-    const i64 first = i * R::kBlock;
-    const u32 code = quantize_block<R, In, kRun, kAligned>(a, first, i, t, table);
-    if constexpr (R::kHasScales && !R::kFake) a.scales[flat ? i : scale_offset<R::kLayout>(row, block, blocks)] = code;
-    const bool owner = R::kTensorScaling == TensorScaling::block || (R::kTensorScaling == TensorScaling::row ? block == 0 : i == 0);
-    if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
-      a.tensor_scale[R::kTensorScaling == TensorScaling::row ? row : i] = t.decode;
+  for (u32 start = grid.block * kThreads * Way::kUnroll; start < runs; start += grid.blocks * kThreads * Way::kUnroll) {
+    Run<In, kRun> x[Way::kUnroll];
+#pragma unroll
+    for (int k = 0; k < Way::kUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x;
+      x[k] = Way::kShort && run < runs ? load_run_of<R, In, kAligned>(a, run) : Run<In, kRun>{};
+    }
+    u32 left = 0u;  // bit k: run k goes the long way
+#pragma unroll
+    for (int k = 0; k < Way::kUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x;
+      const Place place = place_of<R, In>(minimum(run, runs - 1), row_runs);
+      const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, place.row, place.block, blocks);
+      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, run, run < runs, x[k], place, t, table)) left |= (run < runs) << k;
+    }
+#pragma unroll 1
+    for (int k = 0; left >> k; ++k) {
+      if (!(left >> k & 1u)) continue;
+      const u32 run = start + k * kThreads + threadIdx.x;
+      const Place place = place_of<R, In>(run, row_runs);
+      const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, place.row, place.block, blocks);
+      quantize_any<R, In, kAligned>(a, run, place, t, table);
+    }
   }
 }
 

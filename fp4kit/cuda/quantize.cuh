@@ -1,9 +1,8 @@
 // What the quantize kernels share: their arguments, and loading, encoding and writing a run of elements.
 #pragma once
 
-#include "block.cuh"
+#include "finite.cuh"
 #include "layout.cuh"
-#include "memory.cuh"
 
 constexpr int kThreads = 256;
 
@@ -20,19 +19,21 @@ struct Arguments {
   i64 rows, columns;
 };
 
-// Random byte of element i of the run that begins at element `first` of the array.
+// Random byte of element i of the run that begins at element `first` of the array, a multiple of the run's length.
 template <class R, int kRun>
 FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun]) {
+  if (a.random) {
 #pragma unroll
-  for (int i = 0; i < kRun; i += 16) {
-    if (a.random) {
+    for (int i = 0; i < kRun; ++i) bytes[i] = a.random[first + i];
+    return;
+  }
+  constexpr int kWhole = kRun < 16 ? kRun : 16;
 #pragma unroll
-      for (int j = 0; j < 16; ++j) bytes[i + j] = a.random[first + i + j];
-    } else {
-      const Words words = stream_words(a.seed, static_cast<u64>(first + i) / 16);
+  for (int i = 0; i < kRun; i += kWhole) {
+    const Words words = stream_words(a.seed, static_cast<u64>(first + i) / 16);
+    const int half = kRun < 16 && first % 16 ? 2 : 0;
 #pragma unroll
-      for (int j = 0; j < 16; ++j) bytes[i + j] = words.w[j / 4] >> (8 * (j % 4)) & 0xFFu;
-    }
+    for (int j = 0; j < kWhole; ++j) bytes[i + j] = (half ? words.w[(j / 4 + 2) % 4] : words.w[j / 4]) >> (8 * (j % 4)) & 0xFFu;
   }
 }
 
@@ -77,14 +78,16 @@ FP4KIT_DEVICE void load_elements(const Arguments& a, i64 first, float (&x)[kRun]
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask, In>(x);
 }
 
-// amax of a block of R::kBlock elements of which x holds the first kRun; the rest is read here.
-template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE float block_amax_of(const Arguments& a, i64 first, const float (&x)[kRun]) {
-  float amax = amax_of<R::kAmaxNan>(x);
-  for (int start = kRun; start < R::kBlock; start += kRun) {
-    float more[kRun];
-    load_elements<R, In, kRun, kAligned>(a, first + start, more);
-    amax = larger<R::kAmaxNan>(amax, amax_of<R::kAmaxNan>(more));
+// Encode a finite run, or round it, and store it: first is the number of its first element.
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t) {
+  if constexpr (R::kFake) {
+    float values[kRun];
+    round_finite<R, In>(run, f, R::DecodeRule::template scale<R>(scale_code, t), values);
+    store_run<In, kRun, kAligned>(static_cast<typename In::Bits*>(a.values) + first, values);
+  } else {
+    u32 words[kRun * R::Element::kStoredBits / 32];
+    encode_finite<R, In>(run, f, words);
+    store_words(a.packed + first * R::Element::kStoredBits / 8, words);
   }
-  return amax;
 }

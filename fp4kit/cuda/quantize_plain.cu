@@ -1,52 +1,79 @@
 // quantize without block scales: one float32 scale for the tensor or for a row, any length (FP8, INT8, INT4 by tensor or channel).
-// A thread takes kRun neighbouring elements of one row; where the row ends early, one element at a time.
+// A thread takes runs of neighbouring elements of one row, a few loaded before the first is used; ends of rows, one element at a time.
 #include "quantize.cuh"
 
-constexpr int kRun = 16;
-
 template <class R, class In>
-FP4KIT_DEVICE void write_element(const Arguments& a, i64 index, u32 code, TensorScale t) {
-  if constexpr (R::kFake) {
-    const float scale = R::DecodeRule::template scale<R>(0u, t);
-    const float value = R::DecodeRule::apply(decode<typename R::Element>(code), scale);
-    static_cast<typename In::Bits*>(a.values)[index] = In::narrow(value);
-  } else {
-    a.packed[index] = static_cast<u8>(code);
+struct Runs {
+  static constexpr int kRun = R::kFake ? 8 : 16, kUnroll = 64 / (kRun * sizeof(typename In::Bits));
+};
+
+// Quantize `count` elements from number `first` on, of any values.
+template <class R, class In>
+FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, Factor f, TensorScale t) {
+  const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
+  const float scale = R::DecodeRule::template scale<R>(0u, t);
+  u32 low = 0u;
+  for (int j = 0; j < count; ++j) {
+    const float scaled = scaled_element<R, In>(In::widen(x[j]), f.by);
+    const u32 code = R::kStochastic ? encode_stochastic<typename R::Element>(scaled, random_byte(a, first + j)) : encode_element<R>(scaled);
+    if constexpr (R::kFake) {
+      static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
+    } else if constexpr (R::Element::kStoredBits == 8) {
+      a.packed[first + j] = static_cast<u8>(code);
+    } else {
+      if (j % 2) a.packed[(first + j) / 2] = static_cast<u8>(low | code << 4);
+      low = code;
+    }
   }
+}
+
+// Quantize a whole run.
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRun>& x, Factor f, TensorScale t) {
+  if constexpr (ShortWay<R, In>::kExists) {
+    if (takes_short_way<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
+  }
+  float values[kRun];
+  u32 codes[kRun];
+  widen_run(x, values);
+  encode_run<R, In>(a, first, values, f.by, codes);
+  write_run<R, In, kRun, kAligned>(a, first, codes, 0u, t);
 }
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
-  const i64 runs = (a.columns + kRun - 1) / kRun, count = a.rows * runs;
-  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
-    const i64 row = quotient(i, runs, count), column = (i - row * runs) * kRun, first = row * a.columns + column;
-    const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, row, 0, 1);
-    const float factor = block_none::factor<R, In>(0u, t);
-    const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
-    if (kAligned && column + kRun <= a.columns && (a.rows == 1 || a.columns % kRun == 0)) {
-      float run[kRun];
-      u32 codes[kRun];
-      load_run<In, kRun, true>(x, run);
-      encode_run<R, In>(a, first, run, factor, codes);
-      write_run<R, In, kRun, true>(a, first, codes, 0u, t);
-    } else {
-      constexpr int kPerByte = R::Element::kBits == 4 ? 2 : 1;
-      const int left = static_cast<int>(minimum<i64>(kRun, a.columns - column));
-      u32 low = 0u;
-      for (int j = 0; j < left; ++j) {
-        const float scaled = scaled_element<R, In>(In::widen(x[j]), factor);
-        const u32 code = R::kStochastic ? encode_stochastic<typename R::Element>(scaled, random_byte(a, first + j))
-                                        : encode_element<R>(scaled);
-        if (R::kFake || kPerByte == 1) {
-          write_element<R, In>(a, first + j, code, t);
-        } else if (j % 2 == 0) {
-          low = code;
-        } else {
-          a.packed[(first + j) / 2] = static_cast<u8>(low | code << 4);
-        }
-      }
+  using Way = Runs<R, In>;
+  constexpr int kRun = Way::kRun;
+  constexpr bool kRows = R::kTensorScaling == TensorScaling::row;
+  const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
+  const bool even = kAligned && (a.rows == 1 || a.columns % kRun == 0);
+  const TensorScale whole_scale = kRows ? TensorScale{} : tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
+  for (u32 start = grid.block * kThreads * Way::kUnroll; start < runs; start += grid.blocks * kThreads * Way::kUnroll) {
+    Run<In, kRun> x[Way::kUnroll];
+    i64 firsts[Way::kUnroll];
+    u32 rows[Way::kUnroll];
+    int counts[Way::kUnroll];
+#pragma unroll
+    for (int k = 0; k < Way::kUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x;
+      rows[k] = a.rows == 1 ? 0u : run / row_runs;
+      const i64 column = static_cast<i64>(run - rows[k] * row_runs) * kRun;
+      firsts[k] = rows[k] * a.columns + column;
+      counts[k] = run < runs ? static_cast<int>(minimum<i64>(kRun, a.columns - column)) : 0;
+      if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + firsts[k]);
     }
-    if (a.tensor_scale && column == 0 && (R::kTensorScaling == TensorScaling::row || row == 0)) a.tensor_scale[row] = t.decode;
+#pragma unroll
+    for (int k = 0; k < Way::kUnroll; ++k) {
+      if (counts[k] == 0) break;
+      const TensorScale t = kRows ? tensor_scale_of<R, In>(a.tensor_amax, rows[k], 0, 1) : whole_scale;
+      const Factor f = factor_of<R, In>(0u, t);
+      if (even && counts[k] == kRun) {
+        quantize_run<R, In, kAligned>(a, firsts[k], x[k], f, t);
+      } else {
+        quantize_elements<R, In>(a, firsts[k], counts[k], f, t);
+      }
+      if (a.tensor_scale && firsts[k] == rows[k] * a.columns && (kRows || rows[k] == 0u)) a.tensor_scale[rows[k]] = t.decode;
+    }
   }
 }
 

@@ -53,7 +53,8 @@ template <class R, class In>
 FP4KIT_DEVICE float candidate(const float (&x)[R::kBlock], float base, TensorScale t, u32& scale, u32 (&codes)[R::kBlock]) {
   scale = encode_scale<R>(base);
   const float scale_value = decode_scale<R>(scale);
-  const float factor = lesser<R>(divide<R>(1.0f, multiply<R>(scale_value, t.decode)), kFltMax);
+  const float inverse = divide<R>(1.0f, multiply<R>(scale_value, t.decode));
+  const float factor = is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < R::kBlock; ++i) {

@@ -60,7 +60,8 @@ struct tensor_te_primary_weight {
 struct tensor_flashinfer {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float encode = fminf(full_range<R>() / amax, kFltMax);
+    const float ratio = full_range<R>() / amax;
+    const float encode = is_nan(ratio) ? ratio : fminf(ratio, kFltMax);
     return {encode, 1.0f / encode, amax};
   }
 };
@@ -118,6 +119,9 @@ struct tensor_int4_qat {
 
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
+#if FP4KIT_HAS_CVT_FP8
+  if constexpr (R::Scale::kMantissaBits == 3) return cvt_rn_satfinite_e4m3x2(0.0f, x) & 0xFFu;
+#endif
   return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
 }
 

@@ -18,6 +18,7 @@ def format_struct(f: ElementFormat) -> str:
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,
         "int kBits": f.bits,
+        "int kStoredBits": 4 if f.bits == 4 else 8,
         "int kBias": f.bias,
         "int kEmin": f.emin,
         "int kEmax": f.emax,
@@ -35,6 +36,11 @@ def format_struct(f: ElementFormat) -> str:
 def _constant(name: str, value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
+
+
+def has_table(r: Recipe) -> bool:
+    """Whether the factors of a tensor's blocks are a function of the scale's code that is worth a table."""
+    return r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
 def recipe_struct(
@@ -55,7 +61,7 @@ def recipe_struct(
         "u32 kSignMask": sign_mask or 0,
         "bool kHasBlocks": r.block is not None,
         "bool kHasScales": r.scale is not None,
-        "bool kHasTable": r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1,
+        "bool kHasTable": has_table(r),
         "bool kPropagateNan": r.amax_nan == "propagate",
         "bool kFlush": r.flush,
         "bool kZeroFactor": r.flush and r.scale is E4M3,
@@ -63,8 +69,7 @@ def recipe_struct(
         "bool kRoundScaled": r.round_scaled,
         "bool kNanIsMax": r.nan_is_max,
         "bool kNarrow": r.narrow,
-        "bool kFastPath": (r.rounding, r.sign, r.apply) == ("rn", "signbit", "multiply")
-        and not (r.element.is_integer or stochastic or fake or sign_mask is not None),
+        "bool kStatic": r.static,
         "bool kFourOverSix": r.four_over_six is not None,
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kFastError": r.fast_error,
@@ -84,6 +89,7 @@ def recipe_struct(
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
         f"using BlockRule = block_{'none' if r.block_rule in (None, 'four_over_six') else r.block_rule};",
         f"using DecodeRule = {_decode_rule(r)};",
+        *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]
     return "\n".join([*formats.values(), f"struct R {{ {' '.join(names + constants)} }};"])

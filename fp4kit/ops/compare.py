@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from fp4kit.interop import as_array
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.prepare import import_arrays
 from fp4kit.quantized import Quantized
 
 Count = tuple[int, int]  # differing, compared
@@ -59,9 +59,11 @@ def compare(a: Any, b: Any) -> Comparison:
     """Compare two Quantized, or two arrays of one shape (a Quantized stands for its float32 values beside an array).
 
     Codes and scales are compared where both have the same formats, block and axis, in linear layout; values always.
+    What is on a GPU is copied to the host first, which waits for the device; a and b may be on different ones.
     Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither.
     """
-    x, y = _values("a", a), _values("b", b)
+    a, b = on_host("compare: a", a), on_host("compare: b", b)
+    x, y = _values(a), _values(b)
     if x.shape != y.shape:
         raise ValueError(f"compare: a has shape {x.shape} and b {y.shape}; needs the same shape")
     codes, scales, tensor_scales = (0, 0), (0, 0), (0, 0)
@@ -75,10 +77,18 @@ def _name(name: str, a: Any) -> str:
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
-def _values(name: str, a: Any) -> np.ndarray:
+def on_host(name: str, a: Any) -> Any:
+    """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation: argument"."""
     if isinstance(a, Quantized):
-        return dequantize(a, np.float32)
-    return as_array(a, f"compare: {name}").astype(np.float32)
+        parts = {part: getattr(a, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
+        return replace(a, **{part: array.get() for part, array in parts.items() if hasattr(array, "get")})
+    operation, _, argument = name.partition(": ")
+    (array,) = import_arrays(operation, **{argument: a})
+    return array if isinstance(array, np.ndarray) else array.get()
+
+
+def _values(a: Any) -> np.ndarray:
+    return dequantize(a, np.float32) if isinstance(a, Quantized) else a.astype(np.float32)
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from fp4kit.cuda import loader
 from fp4kit.interop import as_array
-from fp4kit.ops import check, on_device
+from fp4kit.ops import check, fake_on_device, on_device
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.prepare import Prepared, prepare, stack
 from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared, random_source
@@ -32,21 +34,22 @@ def fake_quantize(
     """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
     Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
-    instead, which has no codes and often another arithmetic than its real one (reference.fake states each).
-    Returns a new array of x's shape and dtype.
+    instead, which has no codes and often another arithmetic than its real one (reference.fake states each); on a GPU they need
+    blocks of one row and 16, 32, ... 512 columns.
+    Returns a new array of x's shape and dtype, NumPy or CuPy as x is.
     """
     r = find_recipe(recipe)
     p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
-    if p.on_device:
-        if r.fake_rule is not None:
-            raise NotImplementedError(f"fake_quantize: {r.id} has no CUDA kernel; compute on the CPU with cupy.asnumpy(x)")
-        return on_device.fake_quantize("fake_quantize", p, random_source("fake_quantize", p, rounding))
     if r.fake_rule is None:
+        if p.on_device:
+            return on_device.fake_quantize("fake_quantize", p, random_source("fake_quantize", p, rounding))
         return dequantize(quantize_prepared("fake_quantize", p, "linear", rounding, False, None))
     if rounding != "nearest":
         raise ValueError(f"fake_quantize: {r.id} rounds to nearest only; got rounding={rounding!r}")
     if seed is not None:
         raise ValueError(f"fake_quantize: {SEED_WITHOUT_USE}")
+    if p.on_device:
+        return fake_on_device.fake_quantize("fake_quantize", p)
     amax, block = given_amaxes("fake_quantize", p)
     if amax is None and r.tensor_scaling != "none":
         amax = compute_tensor_amax(p.moved, r)
@@ -83,31 +86,57 @@ def fake_quantize_backward(
 
     grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), or one per block; None for
     what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is compared in float32, never rounded to x's dtype.
+    On a GPU all arrays are there, and amax is a number or a float32 array.
     Returns grad itself with pass_through, else a new array of grad's shape and dtype.
     Raises ValueError if the shapes differ, or amax fits neither; TypeError for other dtypes.
     Numerics: |x| = amax passes; NaN x gives 0. Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
     """
-    p = prepare("fake_quantize_backward", x, recipe, axis, grad=grad)
-    g = as_array(p.others["grad"], "fake_quantize_backward: grad")
-    check.check_float("fake_quantize_backward", g, "grad")
-    if g.shape != p.x.shape:
-        raise ValueError(f"fake_quantize_backward: grad has shape {g.shape}; needs that of x, {p.x.shape}")
+    p = prepare_backward(grad, x, recipe, axis, amax)
+    g = p.others["grad"]
     if pass_through or not g.size:
         return g
-    clip = _clip_amax(p, amax)
+    clip = clip_amax(p)
+    if p.on_device:
+        return fake_on_device.clip(g, p, clip)
     out = np.empty(p.moved.shape, g.dtype)
     _run_clip(np.moveaxis(g, p.axis, -1), p, clip, out)
     return np.moveaxis(out, -1, p.axis)
 
 
-def _clip_amax(p: Prepared, amax: Any) -> np.ndarray:
-    """amax as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+def prepare_backward(grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> Prepared:
+    """x, and among the others grad and amax: imported, and grad checked."""
+    p = prepare("fake_quantize_backward", x, recipe, axis, grad=grad, amax=amax)
+    g = p.others["grad"]
+    g = g if isinstance(g, type(p.x)) else as_array(g, "fake_quantize_backward: grad")
+    check.check_float("fake_quantize_backward", g, "grad")
+    if g.shape != p.x.shape:
+        raise ValueError(f"fake_quantize_backward: grad has shape {g.shape}; needs that of x, {p.x.shape}")
+    return p._replace(others=p.others | {"grad": g})
+
+
+def clip_amax(p: Prepared) -> Any:
+    """The amax of the call as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined; on the device of x."""
+    amax = p.others["amax"]
+    if amax is None:
+        return _reshape_clip_amax(_computed_clip_amax(p), p)
+    if isinstance(amax, type(p.x)) and p.on_device:
+        if amax.dtype != np.float32:
+            raise TypeError(f"fake_quantize_backward: amax is {amax.dtype}; needs float32 on a device")
+        return _reshape_clip_amax(amax, p)
+    host = _reshape_clip_amax(np.asarray(amax).astype(np.float32), p)
+    return loader.cupy().asarray(host) if p.on_device else host
+
+
+def _computed_clip_amax(p: Prepared) -> Any:
+    if p.on_device:
+        return fake_on_device.clip_amax("fake_quantize_backward", p)
+    r = p.recipe
+    return compute_tensor_amax(p.moved, replace(r, tensor_scaling="tensor") if r.tensor_scaling == "none" else r)
+
+
+def _reshape_clip_amax(amax: Any, p: Prepared) -> Any:
     lead = p.moved.shape[:-1]
     rows = int(np.prod(lead))
-    if amax is None:
-        given = compute_tensor_amax(p.moved, p.recipe)
-        amax = given.reshape(rows, -1) if given.ndim else given
-    amax = np.asarray(amax).astype(np.float32)
     blocks = int(np.prod(scale_shape(p.moved.shape, p.recipe)[-1:]))
     if amax.size == 1:
         return amax.reshape(1, 1)

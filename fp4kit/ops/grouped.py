@@ -1,57 +1,104 @@
-"""Grouped operations: N tensors in one call, equal to the loop of single calls bit for bit."""
+"""Grouped operations: N tensors in one call, equal to the loop of single calls bit for bit; on a GPU, in one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fp4kit.ops.amax import amax
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
-from fp4kit.ops.quantize import quantize
+from fp4kit.cuda import loader
+from fp4kit.ops import check, on_device
+from fp4kit.ops.amax import amax as single_amax
+from fp4kit.ops.fake_quantize import fake_quantize_backward, prepare_backward
+from fp4kit.ops.grouped_clip import ClipGroup
+from fp4kit.ops.grouped_on_device import AmaxRows
+from fp4kit.ops.grouped_on_device import amaxes as device_amaxes
+from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
+from fp4kit.ops.prepare import prepare
+from fp4kit.ops.quantize import Hadamard
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
 
-def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> list[np.ndarray]:
-    """[amax(x, recipe, axis=axis) for x in xs]; xs: a sequence of arrays, or one stacked array (experts first)."""
-    return [amax(x, recipe, axis=axis) for x in xs]
+def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> list[Any]:
+    """[amax(x, recipe, axis=axis) for x in xs]; on a GPU the results are views of one vector.
 
-
-def quantize_grouped(xs: Any, recipe: str | Recipe, *, tensor_amax: Any = None, **options: Any) -> list[Quantized]:
-    """[quantize(x, recipe, tensor_amax=a, **options) for each x and its a].
-
-    xs: a sequence of arrays of any shapes (zero rows included), or one stacked array (experts first).
-    tensor_amax: None, or a sequence of N, one for each. options: those of quantize.
-    Raises what quantize raises; ValueError unless tensor_amax has one entry per array.
+    xs: a sequence of arrays of any shapes, or one stacked array (experts first). Raises what amax raises.
     """
-    return [quantize(x, recipe, tensor_amax=a, **options) for x, a in _pairs("quantize_grouped", xs, "tensor_amax", tensor_amax)]
+    arrays, _ = arrays_of("amax_grouped", xs)
+    if not arrays or isinstance(arrays[0], np.ndarray):
+        return [single_amax(x, recipe, axis=axis) for x in arrays]
+    with loader.cupy().cuda.Device(arrays[0].device.id):
+        return device_amaxes([_amax_rows(x, recipe, axis) for x in arrays])
 
 
-def fake_quantize_grouped(xs: Any, recipe: str | Recipe, *, tensor_amax: Any = None, **options: Any) -> list[np.ndarray]:
-    """[fake_quantize(x, recipe, tensor_amax=a, **options) for each x and its a]; arguments as quantize_grouped."""
-    pairs = _pairs("fake_quantize_grouped", xs, "tensor_amax", tensor_amax)
-    return [fake_quantize(x, recipe, tensor_amax=a, **options) for x, a in pairs]
+def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
+    """What launch.amax takes for one call of amax."""
+    if recipe is not None:
+        p = prepare("amax_grouped", x, recipe, -1 if axis is None else axis)
+        return on_device.amax_rows(p, loader.cupy().ascontiguousarray(p.moved))
+    check.check_float("amax_grouped", x)
+    rows, shape = on_device.reduced_rows(x, axis)
+    return (rows, "all", axis is not None), shape
+
+
+def quantize_grouped(
+    xs: Any,
+    recipe: str | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    scale_layout: str = "linear",
+    rounding: str = "nearest",
+    seed: Any = None,
+    hadamard: Hadamard = False,
+    block_amax: Any = None,
+) -> list[Quantized]:
+    """[quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit.
+
+    xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array (experts first).
+    tensor_amax: None (computed from each x), or one for each x: a sequence of N, or an array whose first axis is N; each as in
+        quantize: a scalar, or one per row ([rows, 1] or [rows]) or block, as the recipe's tensor scale goes.
+    block_amax: None, or one for each x. The other options are those of quantize, the same for all.
+    On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not copied, and its
+        results are views of stacked arrays. GroupedPlan does the same again and again without work for each tensor.
+    Raises what quantize raises; ValueError unless tensor_amax and block_amax have one entry per array.
+    """
+    options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard, "block_amax": block_amax}
+    return GroupedPlan(xs, recipe, axis=axis, tensor_amax=tensor_amax, op="quantize_grouped", **options).quantize()
+
+
+def fake_quantize_grouped(
+    xs: Any,
+    recipe: str | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+    rounding: str = "nearest",
+    seed: Any = None,
+) -> list[Any]:
+    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit; arguments as quantize_grouped."""
+    options = {"axis": axis, "tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
+    return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 
 
 def fake_quantize_grouped_backward(
-    grads: Any, xs: Any, recipe: str | Recipe, *, amax: Any = None, pass_through: bool = True
-) -> list[np.ndarray]:
-    """[fake_quantize_backward(g, x, recipe, amax=a, pass_through=pass_through) for each]; amax: None or a sequence of N."""
+    grads: Any, xs: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
+) -> list[Any]:
+    """[fake_quantize_backward(g, x, recipe, amax=a, pass_through=pass_through) for each], bit for bit.
+
+    amax: None, or one for each x, as tensor_amax of quantize_grouped; each as in fake_quantize_backward.
+    Raises what fake_quantize_backward raises; ValueError unless there are as many grads, and amaxes, as xs.
+    """
     op = "fake_quantize_grouped_backward"
-    pairs = [(x, a) for x, a in _pairs(op, xs, "amax", amax)]
-    if len(grads) != len(pairs):
-        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(pairs)}; needs as many of each")
-    options = {"pass_through": pass_through}
-    return [fake_quantize_backward(g, x, recipe, amax=a, **options) for g, (x, a) in zip(grads, pairs, strict=True)]
-
-
-def _pairs(op: str, xs: Any, name: str, amaxes: Any) -> list[tuple[Any, Any]]:
-    """Each array with its amax, checked for count."""
-    arrays: Sequence[Any] = list(xs)
-    if amaxes is None:
-        return [(x, None) for x in arrays]
-    if len(amaxes) != len(arrays):
-        raise ValueError(f"{op}: {name} has {len(amaxes)} entries and xs {len(arrays)} arrays; needs one for each")
-    return list(zip(arrays, amaxes, strict=True))
+    arrays, _ = arrays_of(op, xs)
+    amaxes = per_tensor(op, "amax", amax, len(arrays))
+    if len(grads) != len(arrays):
+        raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
+    if pass_through or not arrays or isinstance(arrays[0], np.ndarray):
+        return [
+            fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
+            for g, x, a in zip(grads, arrays, amaxes, strict=True)
+        ]
+    return ClipGroup([prepare_backward(g, x, recipe, axis, a) for g, x, a in zip(grads, arrays, amaxes, strict=True)]).clip()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.interop import as_array
 from fp4kit.layouts import unpack
 from fp4kit.ops import check
+from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized import Quantized
@@ -62,10 +62,11 @@ def identify(q: Quantized, x: Any) -> Identification:
     q: codes and scales of unknown origin, under any recipe of the same format; x: the array they were made from, q's shape and
         the producer's dtype (float32, float16 or bfloat16: some recipes round to it).
     The tensor's amax is q.tensor_amax; where q has only a tensor_scale, the amax that it implies.
+    What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for a table. Raises ValueError if the shapes differ; TypeError as quantize does.
     """
-    check.check_quantized("identify", q)
-    x = as_array(x, "identify: x")
+    check.check_quantized("identify", q, on_device=True)
+    q, x = on_host("identify: q", q), on_host("identify: x", x)
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
     check.check_float("identify", x)

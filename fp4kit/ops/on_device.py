@@ -6,18 +6,22 @@ they are not, with blocks along the last axis.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import launch, loader
+from fp4kit.cuda import launch, loader, partial
 from fp4kit.cuda.geometry import THREADS
+from fp4kit.cuda.grouped import Matrix
 from fp4kit.layouts import padded_shape
 from fp4kit.ops import check
 from fp4kit.ops.prepare import Prepared
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.scaling import tensor_scale
+
+_COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in launch.COUNTED.items()}
 
 
 def check_supported(op: str, r: Recipe) -> None:
@@ -38,16 +42,26 @@ def tensor_amax(op: str, p: Prepared, x: Any, mask: int | None) -> Any:
         return None if p.others.get("tensor_amax") is None else check.check_tensor_amax(op, p.others["tensor_amax"], x.shape, r)
     given = p.others.get("tensor_amax")
     if given is not None:
-        return _given_amax(op, given, x.shape, r)
-    counted = launch.COUNTED[r.amax_nan]
+        return given_amax(op, given, x.shape, r)
+    rows, counted, by_row = covered_by_scales(x, r)
+    return launch.amax(rows, counted, by_row, mask).reshape(check.tensor_amax_shape(x.shape, r))
+
+
+def covered_by_scales(x: Any, r: Recipe) -> tuple[Any, str, bool]:
+    """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether by row."""
+    if r.tensor_scaling not in ("row", "block"):
+        return x, launch.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
-        return block_maxima(x, r)
-    if r.tensor_scaling == "row":
-        return launch.amax(x.reshape(-1, x.shape[-1]), counted.replace("finite", "no_nan"), True, mask).reshape(x.shape[:-1])
-    return launch.amax(x, counted, mask=mask)
+        return in_blocks(x, r)
+    return x.reshape(int(np.prod(x.shape[:-1])), x.shape[-1]), _COUNTED_BY_ROW[r.amax_nan], True
 
 
-def _given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
+def in_blocks(x: Any, r: Recipe) -> tuple[Any, str, bool]:
+    """What launch.amax takes for the amaxes of x's blocks, which are parts of a row: as covered_by_scales."""
+    return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
+
+
+def given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
     """A host number is checked for NaN and sign; a device array for shape and dtype alone, since reading it would wait."""
     cupy = loader.cupy()
     if not isinstance(amax, cupy.ndarray):
@@ -57,7 +71,7 @@ def _given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
     return check.reshape_amax(op, amax, shape, r)
 
 
-def _check_block_amax(op: str, p: Prepared) -> None:
+def check_block_amax(op: str, p: Prepared) -> None:
     """Given block amaxes must be there for every block, where and as the kernel reads them; their values are not looked at."""
     amax = p.others.get("block_amax")
     if amax is None:
@@ -71,29 +85,24 @@ def _check_block_amax(op: str, p: Prepared) -> None:
         raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
 
 
-def block_maxima(x: Any, r: Recipe) -> Any:
-    """amax of blocks of a row of contiguous x: float32 (..., K/block); NaN as the recipe's amax does."""
-    shape = (*x.shape[:-1], x.shape[-1] // r.block_size)
-    if not x.size:
-        return loader.cupy().zeros(shape, np.float32)
-    counted = "all" if r.amax_nan == "propagate" else "no_nan"
-    return launch.amax(x.reshape(-1, r.block_size), counted, by_row=True).reshape(shape)
-
-
 def plain_amax(x: Any, axis: Any) -> Any:
     """ops.amax without a recipe."""
+    with loader.cupy().cuda.Device(x.device.id):
+        rows, shape = reduced_rows(x, axis)
+        return launch.amax(rows, by_row=axis is not None).reshape(shape)
+
+
+def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
+    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the result."""
     cupy = loader.cupy()
-    with cupy.cuda.Device(x.device.id):
-        if axis is None:
-            return launch.amax(cupy.ascontiguousarray(x)) if x.size else cupy.zeros((), np.float32)
-        axes = tuple(range(x.ndim))
-        reduced = tuple(axes[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
-        kept = tuple(a for a in axes if a not in reduced)
-        shape = tuple(x.shape[a] for a in kept)
-        if not x.size:
-            return cupy.zeros(shape, np.float32)
-        rows = cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(int(np.prod(shape)), -1)
-        return launch.amax(rows, by_row=True).reshape(shape)
+    if axis is None:
+        return cupy.ascontiguousarray(x), ()
+    axes = tuple(range(x.ndim))
+    reduced = tuple(axes[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+    kept = tuple(a for a in axes if a not in reduced)
+    shape = tuple(x.shape[a] for a in kept)
+    n = int(np.prod(shape))
+    return cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(n, int(np.prod([x.shape[a] for a in reduced]))), shape
 
 
 def amax(p: Prepared) -> Any:
@@ -101,19 +110,38 @@ def amax(p: Prepared) -> Any:
     cupy = loader.cupy()
     with cupy.cuda.Device(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
-        if p.recipe.block is None:
-            return tensor_amax("amax", p, x, None)
         if p.recipe.block_rows > 1:
-            raise NotImplementedError(
-                f"amax: blocks of {p.recipe.id} have no CUDA kernel; compute on the CPU with cupy.asnumpy(x)"
-            )
-        return block_maxima(x, p.recipe)
+            return tile_maxima(x, p.recipe)
+        rows, shape = amax_rows(p, x)
+        return launch.amax(*rows).reshape(shape)
+
+
+def tile_maxima(x: Any, r: Recipe) -> Any:
+    """amax of blocks of several rows of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
+    check_supported("amax", r)
+    *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
+    out = loader.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
+    B = int(np.prod(lead)) if M % r.block_rows else 1  # matrices of whole blocks are one tall matrix
+    if x.size:
+        for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
+            partial.amax_shard(part, amaxes, (part.size // K, K), 0, r)
+    return out if x.ndim > 1 else out[0]
+
+
+def amax_rows(p: Prepared, x: Any) -> tuple[tuple[Any, str, bool], tuple[int, ...]]:
+    """What launch.amax takes for ops.amax of contiguous x with its recipe, and the shape of the result."""
+    r = p.recipe
+    if r.block is None:
+        return covered_by_scales(x, r), check.tensor_amax_shape(x.shape, r)
+    if r.block_rows > 1:
+        raise NotImplementedError(f"amax: blocks of {r.id} have no CUDA kernel; compute on the CPU with cupy.asnumpy(x)")
+    return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
 
 
 def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, out: Quantized | None) -> Quantized:
     """ops.quantize on the device of p.x; random: None, a seed, or bytes with the quantized axis last."""
     check_supported(op, p.recipe)
-    _check_block_amax(op, p)
+    check_block_amax(op, p)
     cupy = loader.cupy()
     with cupy.cuda.Device(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
@@ -130,7 +158,7 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
 def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
     """ops.fake_quantize on the device of p.x, for recipes without a fake_rule: quantize and decode in one pass."""
     check_supported(op, p.recipe)
-    _check_block_amax(op, p)
+    check_block_amax(op, p)
     cupy = loader.cupy()
     with cupy.cuda.Device(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
@@ -183,41 +211,58 @@ def _run(
         if decode_scale is not None:
             decode_scale[...] = loader.cupy().asarray(tensor_scale(amax.get(), p.recipe, p.x.dtype).decode)
         return
+    seed = random if isinstance(random, int) else None
+    for m in matrices(p, x, layout, mask, random, amax, packed, scales, decode_scale, values):
+        launch.quantize_matrix(
+            m.x,
+            p.recipe,
+            layout,
+            m.amax,
+            m.packed,
+            m.scales,
+            m.tensor_scale,
+            values=m.values,
+            seed=seed,
+            random=m.random,
+            mask=mask,
+            block_amax=m.block_amax,
+        )
+
+
+def matrices(
+    p: Prepared,
+    x: Any,
+    layout: str,
+    mask: int | None,
+    random: Any,
+    amax: Any,
+    packed: Any,
+    scales: Any,
+    decode_scale: Any,
+    values: Any,
+) -> Iterator[Matrix]:
+    """The launches that quantize contiguous x, which has elements: one where its rows may be joined, else one a matrix."""
     K = x.shape[-1]
     per_expert = p.recipe.tensor_scaling == "tensor" and amax is not None and amax.ndim > 0
     split = x.ndim > 2 and (layout != "linear" or p.recipe.block_rows > 1 or per_expert or mask is not None)
     B = int(np.prod(x.shape[:-2])) if split else 1
     if split and random is not None:
         raise NotImplementedError("stochastic rounding of stacked matrices on a GPU needs linear scales and blocks in a row")
-    random = random if random is None or isinstance(random, int) else loader.cupy().ascontiguousarray(random)
-    block_amax = p.others.get("block_amax")
-    block_amax = None if block_amax is None else loader.cupy().ascontiguousarray(block_amax)
+    given = (None if isinstance(random, int) else random, p.others.get("block_amax"))
+    random, block_amax = (None if a is None else loader.cupy().ascontiguousarray(a) for a in given)
     parts: list[Any] = [_matrices(a, B) for a in (x, packed, scales, values, block_amax)]
     for i in range(B):
         matrix, codes, scale_part, value_part, block_part = (_at(part, i) for part in parts)
         index = i * amax.shape[0] // B if per_expert else None
-        seed = random if isinstance(random, int) else None
-        launch.quantize_matrix(
-            matrix.reshape(-1, K),
-            p.recipe,
-            layout,
-            _part(amax, index, i, B, p.recipe),
-            codes,
-            scale_part,
-            _part(decode_scale, index, i, B, p.recipe),
-            values=value_part,
-            seed=seed,
-            random=None if seed is not None or random is None else random,
-            mask=mask,
-            block_amax=block_part,
-        )
+        amax_part, decode_part = (_part(a, index, i, B, p.recipe) for a in (amax, decode_scale))
+        yield Matrix(matrix.reshape(-1, K), amax_part, codes, scale_part, decode_part, value_part, block_part, random)
 
 
 def _at(a: Any, i: int) -> Any:
     return None if a is None else a[i]
 
 
-def _ready(a: Any) -> Any:
+def ready(a: Any) -> Any:
     """A contiguous array at a multiple of 16 bytes, copied where it is not."""
     if a is None:
         return None
@@ -262,7 +307,7 @@ def _dequantize_run(q: Quantized, moved: Any) -> None:
     K = moved.shape[-1]
     per_expert = amax is not None and amax.ndim > 0 and q.recipe.tensor_scaling == "tensor"
     B = int(np.prod(moved.shape[:-2])) if moved.ndim > 2 and (q.scale_layout != "linear" or per_expert) else 1
-    arrays: list[Any] = [_matrices(a, B) for a in (_ready(q.packed), _ready(q.block_scale), moved)]
+    arrays: list[Any] = [_matrices(a, B) for a in (ready(q.packed), ready(q.block_scale), moved)]
     packed, scales, values = arrays
     for i in range(B):
         index = i * amax.shape[0] // B if per_expert else None

@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
 def prepare(op: str, x: Any, recipe: str | Recipe, axis: int, **others: Any) -> Prepared:
     """Import x and the other arrays (None and numbers stay), check dtype, axis and length."""
     r = find_recipe(recipe)
-    given = {name: a for name, a in others.items() if _is_array(a)}
+    given = {name: a for name, a in others.items() if is_array(a)}
     x, *arrays = import_arrays(op, x=x, **given)
     others |= dict(zip(given, arrays, strict=True))
     check.check_float(op, x)
@@ -54,7 +54,8 @@ def _on_cuda(a: Any, name: str) -> bool:
     return device_name(a, name).startswith("cuda")
 
 
-def _is_array(a: Any) -> bool:
+def is_array(a: Any) -> bool:
+    """Whether it is an array of some library, which exports its memory."""
     return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")
 
 

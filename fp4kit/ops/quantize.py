@@ -94,11 +94,8 @@ def quantize_both(
 
 def quantize_prepared(op: str, p: Prepared, layout: str, rounding: str, hadamard: Hadamard, out: Quantized | None) -> Quantized:
     """quantize after prepare; op names the caller in errors."""
-    check.check_has_codes(op, p.recipe)
-    check_layout(layout)
-    if layout != "linear" and p.x.ndim < 2:
-        raise ValueError(f"{op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
-    mask = _sign_mask(op, hadamard, p)
+    check_codes(op, p, layout)
+    mask = sign_mask(op, hadamard, p)
     random = random_source(op, p, rounding)
     if p.on_device:
         return on_device.quantize(op, p, layout, random, mask, out)
@@ -110,7 +107,16 @@ def quantize_prepared(op: str, p: Prepared, layout: str, rounding: str, hadamard
     return _result(p, amax, packed, scales, layout, out)
 
 
-def _sign_mask(op: str, hadamard: Hadamard, p: Prepared) -> int | None:
+def check_codes(op: str, p: Prepared, layout: str) -> None:
+    """The recipe must have codes, and x what the scale layout needs."""
+    check.check_has_codes(op, p.recipe)
+    check_layout(layout)
+    if layout != "linear" and p.x.ndim < 2:
+        raise ValueError(f"{op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
+
+
+def sign_mask(op: str, hadamard: Hadamard, p: Prepared) -> int | None:
+    """Sign mask of the Hadamard transform; None for no transform."""
     if hadamard is False:
         return None
     if hadamard is not True and hadamard != "no_signs":

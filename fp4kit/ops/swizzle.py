@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.interop import as_array
+from fp4kit.cuda import loader
+from fp4kit.cuda import swizzle as launch
+from fp4kit.ops.prepare import import_arrays
 from fp4kit.quantized import Quantized
 
 
@@ -16,15 +19,18 @@ def swizzle(q_or_scales: Any, layout: str) -> Any:
     """Block scales in another layout: of a Quantized (any layout to any), or of an array of linear scales (..., R, C).
 
     layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
-    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself.
+    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; NumPy or CuPy, as the scales are.
     Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
     """
     layouts.check_layout(layout)
     if isinstance(q_or_scales, Quantized):
-        q = q_or_scales if q_or_scales.scale_layout == "linear" else unswizzle(q_or_scales)
+        q = q_or_scales
         _check_has_scales("swizzle", q)
-        return replace(q, block_scale=layouts.swizzle_scales(q.block_scale, layout), scale_layout=layout)
-    return layouts.swizzle_scales(_scales("swizzle", q_or_scales, 2), layout)
+        if len(q.shape) < 2 and layout != "linear":
+            raise ValueError(f"swizzle: q is 1-d; {layout} scales need the rows of a matrix; quantize x.reshape(1, -1)")
+        return replace(q, block_scale=change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape), scale_layout=layout)
+    scales = _scales("swizzle", q_or_scales, 2)
+    return change_layout(scales, "linear", layout, scales.shape)
 
 
 def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...] | None = None) -> Any:
@@ -36,11 +42,28 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
     if isinstance(q_or_scales, Quantized):
         q = q_or_scales
         _check_has_scales("unswizzle", q)
-        scales = layouts.unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
+        scales = change_layout(q.block_scale, q.scale_layout, "linear", q.scale_shape)
         return replace(q, block_scale=scales, scale_layout="linear")
     if layout is None or shape is None:
         raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
-    return layouts.unswizzle_scales(_scales("unswizzle", q_or_scales, 0), layout, tuple(shape))
+    layouts.check_layout(layout)
+    return change_layout(_scales("unswizzle", q_or_scales, 0), layout, "linear", tuple(shape))
+
+
+def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
+    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another; themselves where it is the same one."""
+    if source == target:
+        return scales
+    if isinstance(scales, np.ndarray):
+        return layouts.swizzle_scales(layouts.unswizzle_scales(scales, source, shape), target)
+    layouts.check_size(scales, source, shape)
+    cupy = loader.cupy()
+    with cupy.cuda.Device(scales.device.id):
+        out = cupy.empty(layouts.padded_shape(shape, target), np.uint8)
+        if out.size:
+            *lead, R, C = shape
+            launch.swizzle(cupy.ascontiguousarray(scales), source, out, target, (prod(lead), R, C))
+        return out
 
 
 def _check_has_scales(op: str, q: Quantized) -> None:
@@ -48,8 +71,8 @@ def _check_has_scales(op: str, q: Quantized) -> None:
         raise ValueError(f"{op}: {q.recipe.id} has no block scales")
 
 
-def _scales(op: str, scales: Any, ndim: int) -> np.ndarray:
-    array = as_array(scales, f"{op}: scales")
+def _scales(op: str, scales: Any, ndim: int) -> Any:
+    (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")
     if array.ndim < ndim:

@@ -1,23 +1,37 @@
-"""Primary weights: quantize matrices whose master weights lie in flat shards, cut anywhere, on the processes of a group."""
+"""Primary weights: quantize matrices whose master weights lie in flat shards, cut anywhere, on the processes of a group.
+
+Six stages, each for all matrices at once:
+
+1. amax     block amaxes, and the tensor's, of the owned elements; 0 elsewhere
+2. reduce   their maximum over the group: one message of float32 bit patterns
+3. scales   tensor scale, block scales and factors, the same on every process
+4. cast     codes of the owned elements, into a message
+5. gather   the messages of all processes, one after the other: half a byte travels for an element, once
+6. place    codes from the messages into the matrices
+
+A message holds, for each matrix, the bytes or runs in which the process owns a code. Two processes whose cut lies inside a byte
+both send that byte, each with its own nibble right; placing takes from each message the nibbles that its sender owns and no
+other, so both are right. Who owns what is exchanged once, when a plan is made, and checked: each element must have one owner.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fp4kit.distributed import Communicator
-from fp4kit.interop import as_array
-from fp4kit.layouts import pack, unpack
-from fp4kit.ops.partial import partial_amax, partial_cast
-from fp4kit.quantized import Quantized
+from fp4kit.ops.partial import check_castable, check_shard
+from fp4kit.ops.prepare import import_arrays
+from fp4kit.ops.transpose import square_block
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
-from fp4kit.reference.blocks import spread_rows
-from fp4kit.reference.scaling import BLOCK_RULES, tensor_scale
+from fp4kit.training.master_weights_device import DeviceStages
+from fp4kit.training.master_weights_host import HostStages
+from fp4kit.training.partition import exchange_cuts, refuse
 
 
 @dataclass(frozen=True)
@@ -32,53 +46,119 @@ class Shard:
     start: int = 0
 
 
-def cast_master_weights(shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d") -> list[Quantized]:
+def cast_master_weights(
+    shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
+) -> list[Any]:
     """Quantize matrices from the shards of all processes; every process gets the bytes that the whole matrices give.
 
     shards: one per matrix, in the same order on every process; for each matrix the shards of the group must cover every element
-        once. Any cut will do: odd offsets, inside a byte, a block or a row.
-    comm: the group. Two maxima travel for all matrices together: the block amaxes (float32), then the codes, one a byte and 0
-        where a process owns nothing, so that processes that share a byte are both right.
+        once. Any cut will do: odd offsets, inside a byte, a block or a row; empty shards; all of it on one process.
+    comm: the group. Its processes hold all NumPy arrays, or all CuPy arrays (or what DLPack imports as those).
     recipe: blocks under one tensor scale, or none; not 4over6.
-    Returns a Quantized per matrix (rowwise, linear scales), equal to quantize(whole matrix, recipe) in every byte.
-    Raises ValueError or TypeError as partial_amax does, before anything is sent.
+    columnwise: also the transposed copies, for square blocks and M a multiple of them.
+    Returns a Quantized per matrix (rowwise, linear scales), equal to quantize(whole matrix, recipe) in every byte; with
+        columnwise a pair (rowwise, columnwise), the second as fp4kit.transpose gives it.
+    Raises ValueError or TypeError as partial_amax does, before anything is sent; ValueError on every process where shards leave
+        out or repeat an element, or processes name different matrices. NaN is a ValueError on a CPU; a GPU does not look for it.
+    For training steps make a MasterWeightsPlan once: this function makes one for the call.
     Source: the algorithm of TE's quantize_master_weights, right at odd offsets and for K % 64 != 0 too.
     """
-    r = find_recipe(recipe)
-    shards = [
-        Shard(as_array(s.values, "cast_master_weights: values"), (int(s.shape[0]), int(s.shape[1])), s.start) for s in shards
-    ]
-    mine = [partial_amax(s.values, s.shape, operator.index(s.start), r) for s in shards]
-    amaxes = _exchange(mine, comm)
-    codes = _exchange([_owned_codes(s, amax, r) for s, amax in zip(shards, amaxes, strict=True)], comm)
-    return [_assemble(s, amax, code, r) for s, amax, code in zip(shards, amaxes, codes, strict=True)]
+    return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise).cast()
 
 
-def _exchange(arrays: list[np.ndarray], comm: Communicator) -> list[np.ndarray]:
-    """Maxima over the group of all arrays, in one message."""
-    if not arrays:
-        return []
-    flat = comm.all_reduce_max(np.concatenate([a.reshape(-1) for a in arrays]))
-    cuts = np.cumsum([a.size for a in arrays])[:-1]
-    return [part.reshape(a.shape) for part, a in zip(np.split(flat, cuts), arrays, strict=True)]
+class MasterWeightsPlan:
+    """cast_master_weights of the same shards at every step: tables and buffers are made once.
+
+    Arguments and errors are those of cast_master_weights. The plan holds the arrays of the shards: change their values in place,
+    or pass new arrays to refresh. Making a plan exchanges the cuts and waits for that. On a GPU arrays must be contiguous, and a
+    step is one launch or message a stage (one launch a dtype), without work for each matrix on the host, without copies to the
+    host and without waiting; with Nccl a CUDA graph can capture it.
+    stages: names and calls of what cast does, in order.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
+    ) -> None:
+        self._comm = comm
+        try:
+            r = find_recipe(recipe)
+            values, shapes = _check_shards(shards, r, columnwise)
+            on_host = all(isinstance(v, np.ndarray) for v in values)
+            if not on_host:
+                DeviceStages.check(values, shapes, r)
+        except (TypeError, ValueError, NotImplementedError):
+            refuse(comm)
+            raise
+        dtypes, lengths, starts = [v.dtype for v in values], [v.size for v in values], [operator.index(s.start) for s in shards]
+        partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm)
+        self._kinds = [(v.dtype, v.shape) for v in values]
+        make = HostStages if on_host else DeviceStages
+        self._work = make(values, shapes, r, partition, comm.rank, columnwise) if shards else None
+        self.stages = tuple(self._make_stages(self._work)) if self._work else ()
+        results = (self._work.quantized, self._work.columnwise) if self._work else ([], [])
+        self._result = list(zip(*results, strict=True)) if columnwise else results[0]
+
+    def refresh(self, values: Sequence[Any]) -> None:
+        """Take other arrays for the shards' values, of the same lengths, dtypes and device.
+
+        Raises ValueError if they are not.
+        """
+        arrays = _import(values)
+        kinds = [(v.dtype, v.shape) for v in arrays]
+        if kinds != self._kinds:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b), min(len(kinds), len(self._kinds))
+            )
+            raise ValueError(
+                f"refresh: array {at} of {len(kinds)} has another dtype or length than the plan's {len(self._kinds)} shards"
+            )
+        if self._work is not None:
+            self._work.replace(arrays)
+
+    def cast(self) -> list[Any]:
+        """Quantize the values as they are now; what cast_master_weights returns.
+
+        The arrays of the result belong to the plan, and the next call overwrites them.
+        """
+        for _, stage in self.stages:
+            stage()
+        return self._result
+
+    def _make_stages(self, s: HostStages | DeviceStages) -> Iterator[tuple[str, Callable[[], None]]]:
+        alone = self._comm.size == 1
+        yield "amax", s.amax
+        if not alone:
+            yield "reduce", lambda: _reduce(s.bits, self._comm)
+        yield "scales", s.scales
+        yield "cast", s.cast
+        if not alone:
+            yield "gather", lambda: _gather(s.message, s.counts, s.gathered, self._comm)
+            yield "place", s.place
+        if s.columnwise:
+            yield "transpose", s.transpose
 
 
-def _owned_codes(shard: Shard, amax: np.ndarray, r: Recipe) -> np.ndarray:
-    """Codes of the owned elements, one a byte, 0 elsewhere."""
-    M, K = shard.shape
-    out = np.zeros((M, K // 2 if r.is_packed else K), np.uint8)
-    partial_cast(shard.values, out, amax, shard.shape, operator.index(shard.start), r)
-    return unpack(out) if r.is_packed else out
+def _reduce(bits: Any, comm: Communicator) -> None:
+    """Maximum over the group, in place."""
+    reduced = comm.all_reduce_max(bits)
+    if reduced is not bits:
+        bits[...] = reduced
 
 
-def _assemble(shard: Shard, amax: np.ndarray, codes: np.ndarray, r: Recipe) -> Quantized:
-    """The Quantized of a whole matrix from its block amaxes and codes."""
-    dtype = np.asarray(shard.values).dtype
-    whole = None if r.tensor_scaling == "none" else np.asarray(np.max(amax, initial=np.float32(0)), np.float32)
-    tensor = tensor_scale(whole, r, dtype)
-    with np.errstate(all="ignore"):
-        scales = BLOCK_RULES[r.block_rule or ""](amax, tensor, r, dtype).codes
-    block_scale = np.ascontiguousarray(spread_rows(scales, r, shard.shape[0]))
-    packed = pack(codes) if r.is_packed else codes
-    decode_scale = None if whole is None else np.asarray(tensor.decode, np.float32)
-    return Quantized(packed, block_scale, decode_scale, whole, shard.shape, dtype, -1, r)
+def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) -> None:
+    comm.all_gather(message, counts, gathered)
+
+
+def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Arrays and shapes, if they are right."""
+    values = _import([s.values for s in shards])
+    check_castable("cast_master_weights", r)
+    shapes = [check_shard("cast_master_weights", v, s.shape, s.start, r) for v, s in zip(values, shards, strict=True)]
+    for M, _ in shapes if columnwise else ():
+        square_block("cast_master_weights", r, M)
+    return values, shapes
+
+
+def _import(values: Sequence[Any]) -> list[Any]:
+    named = {f"values of shard {i}": v for i, v in enumerate(values)}
+    return list(import_arrays("cast_master_weights", **named))

@@ -104,16 +104,27 @@ def require_compiler(folder: Path) -> Compiler:
 # ---- programs -------------------------------------------------------------------------------------------------------------
 
 
+def included(source: str, sources: Path) -> dict[str, str]:
+    """Texts by name of the files of `sources` that a source includes, directly or not."""
+    found: dict[str, str] = {}
+    for name in re.findall(r'^#include "(\w+\.cuh?)"', source, re.MULTILINE):
+        if name not in found and (sources / name).exists():
+            text = (sources / name).read_text()
+            found |= {name: text} | included(text, sources)
+    return found
+
+
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its own."""
-    headers = sorted(path.name for path in sources.glob("*.cuh"))
+    instantiations = list(instantiations)
+    headers = sorted({name for source, _ in instantiations for name in included(source, sources) if name.endswith(".cuh")})
     lines = ['#include "serve.h"', *(f'#include "{name}"' for name in headers)]
     entries = []
     for i, (source, kernel) in enumerate(instantiations):
-        files = [(sources / name).read_text() for name in re.findall(r'#include "(\w+\.cu)"', source)]
-        every = re.findall(r"\b(\w+_kernel)\(", "".join([source, *files]))
+        text = "".join([source, *(text for name, text in included(source, sources).items() if name.endswith(".cu"))])
+        every, (arguments,) = re.findall(r"\b(\w+_kernel)\(", text), re.findall(rf"\b{kernel}\(([\w<>]+) ", text)
         lines += [f"namespace i{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
-        lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<Arguments, {kernel}_{i}>;", "}"]
+        lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;", "}"]
         entries.append(f"i{i}::entry")
     table = f"static const Launch launches[] = {{{', '.join(entries)}}};"
     return "\n".join([*lines, f"int main(int argc, char** argv) {{ {table} return host_main(argc, argv, launches); }}", ""])

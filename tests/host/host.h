@@ -104,6 +104,7 @@ inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x,
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
 inline void __syncthreads() { host_wait(host_block, blockDim.x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = value;
@@ -115,6 +116,22 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = old < value ? value : old;
+  return old;
+}
+
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
+  const unsigned long long old = *at;
+  *at = old + value;
+  return old;
+}
+inline unsigned atomicAnd(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old & value;
+  return old;
+}
+inline unsigned atomicOr(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old | value;
   return old;
 }
 

@@ -1,0 +1,57 @@
+"""dequantize to bfloat16 and float32."""
+
+from __future__ import annotations
+
+import peers
+from measure import BF16, F32, Bench, check_rows, main, poison
+from rows import element_bytes, quantized_bytes
+
+import fp4kit
+
+TARGET = 0.93
+RECIPES = (
+    "mxfp4-ocp",
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-flashinfer",
+    "nvfp4-modelopt",
+    "nvfp4-torchao",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+    "mxfp8-torchao-rceil",
+    "fp8-modelopt",
+)
+
+
+def _rows_of(q: fp4kit.Quantized, part: slice, dtype: object) -> object:
+    """The values of some rows, from the CPU."""
+    scales = None if q.block_scale is None else q.block_scale[part].get()
+    packed = q.packed[part].get()
+    amax = None if q.tensor_amax is None else q.tensor_amax.get()
+    scale = None if q.tensor_scale is None else q.tensor_scale.get()
+    cut = fp4kit.Quantized(packed, scales, scale, amax, (len(packed), q.shape[1]), q.dtype, q.axis, q.recipe)
+    return fp4kit.dequantize(cut, dtype)
+
+
+def run(bench: Bench) -> None:
+    """One row per recipe and dtype of the values."""
+    for recipe in RECIPES:
+        q = fp4kit.quantize(bench.normal(BF16), recipe)
+        for dtype in (BF16, F32):
+            values = bench.cupy.empty(q.shape, dtype)
+            poison(values)
+            fp4kit.dequantize(q, dtype, out=values)
+            check_rows(values, lambda part, q=q, dtype=dtype: _rows_of(q, part, dtype), f"{recipe} to {dtype}")
+            bench.row(
+                "dequantize",
+                recipe,
+                values,
+                quantized_bytes(recipe) | element_bytes(values=dtype),
+                lambda q=q, dtype=dtype, values=values: fp4kit.dequantize(q, dtype, out=values),
+                target=TARGET,
+                peers=peers.dequantize_mx(bench, q, dtype),
+            )
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,44 @@
+"""quantize along columns, and along both rows and columns from one read; square blocks; Hadamard transform."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench_quantize import prepared, traffic
+from measure import BF16, Bench, check_quantized, main
+from rows import element_bytes, quantized_bytes, twice
+
+import fp4kit
+
+COLUMNWISE, BOTH = 0.85, 0.75  # efficiencies wanted
+COLUMNS = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-te-2d")
+IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp8-te": BOTH}
+
+
+def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
+    """quantize_both, a tensor amax given, from one read of x."""
+    amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
+    for q, options in zip(fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), ({}, {"hadamard": hadamard}), strict=True):
+        check_quantized(q, x, **options)
+    moved = element_bytes(x=x.dtype) | twice(quantized_bytes(recipe))
+    name = "quantize_both, Hadamard" if hadamard else "quantize_both"
+    bench.row(name, recipe, x, moved, lambda: fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), target=target)
+
+
+def run(bench: Bench) -> None:
+    """Every row is from bfloat16; amaxes are given."""
+    x = bench.normal(BF16)
+    _, call = prepared(x, "nvfp4-te-2d")
+    bench.row("quantize 16x16, amax given", "nvfp4-te-2d", x, traffic("nvfp4-te-2d", x), call, target=COLUMNWISE)
+    for recipe in COLUMNS:
+        _, call = prepared(x, recipe, axis=0)
+        bench.row("quantize along columns", recipe, x, traffic(recipe, x), call, target=COLUMNWISE)
+    _, call = prepared(x, "nvfp4-te", axis=0, hadamard=True)
+    bench.row("quantize along columns, Hadamard", "nvfp4-te", x, traffic("nvfp4-te", x), call, target=COLUMNWISE)
+    for recipe, target in IN_BOTH.items():
+        both(bench, x, recipe, target)
+    both(bench, x, "nvfp4-te", BOTH, hadamard=True)
+
+
+if __name__ == "__main__":
+    main(run)

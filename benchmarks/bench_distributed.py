@@ -1,0 +1,224 @@
+"""cast_master_weights on several GPUs, a process each, over NCCL: equality on every rank, and the time of each stage.
+
+    python benchmarks/bench_distributed.py [--processes N] [--gigabytes 1] [--repeat 20] [--json FILE]
+
+The weights are those of layers of a transformer of width 4096 (float32 masters; --gigabytes counts them in bfloat16) and two
+small matrices of odd sizes. Partition "flat" cuts all matrices, one after the other, into N shards at odd elements, as optimizers
+that shard flat parameters do; "each" cuts every matrix so. Every rank compares every byte of every matrix with quantize of the
+whole.
+
+Times are medians over --repeat steps of CUDA events on each rank, with a barrier before each step, and the slowest rank's is
+given: a stage that waits for another rank includes that. `step` is the whole step without events between its stages, `host` the
+time until it returns. NCCL_NVLS_ENABLE is set to 0, so that NVLink multicast stays off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RECIPE = "nvfp4-te-2d"
+LAYER = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336))
+ODD = ((1040, 80), (48, 4112))
+
+
+def shapes_of(elements: int) -> list[tuple[int, int]]:
+    """Matrices of layers until there are enough elements, and the odd ones."""
+    found: list[tuple[int, int]] = []
+    while sum(M * K for M, K in found) < elements:
+        found.append(LAYER[len(found) % len(LAYER)])
+    return [*found, *ODD]
+
+
+def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
+    """Edges (processes + 1, matrices) of the shards of each matrix."""
+    total, ends = sum(sizes), np.cumsum(sizes)
+    if partition == "each":
+        return np.array(
+            [[(n * i // processes | 1) if 0 < i < processes else n * (i > 0) for n in sizes] for i in range(processes + 1)]
+        )
+    edges = [(total * i // processes | 1) if 0 < i < processes else total * (i > 0) for i in range(processes + 1)]
+    return np.array([np.clip(edge - (ends - sizes), 0, sizes) for edge in edges])
+
+
+class Rank:
+    """One process: its weights, its plan, its times."""
+
+    def __init__(self, comm: Any, shapes: Sequence[tuple[int, int]], repeat: int) -> None:
+        import cupy
+
+        self.cupy, self.comm, self.shapes, self.repeat = cupy, comm, list(shapes), repeat
+        random = cupy.random.default_rng(7)
+        self.weights = [random.standard_normal(shape, dtype=np.float32) * np.float32(0.02) for shape in shapes]
+        self._flag = cupy.zeros(1, np.uint32)
+
+    def run(self, partition: str) -> dict[str, Any]:
+        """Equality and times of a partition."""
+        from fp4kit import Shard
+        from fp4kit.training.master_weights import MasterWeightsPlan
+
+        cuts, rank = cuts_of(partition, [w.size for w in self.weights], self.comm.size), self.comm.rank
+        shards = [
+            Shard(w.reshape(-1)[a:b].copy(), w.shape, int(a))
+            for w, a, b in zip(self.weights, cuts[rank], cuts[rank + 1], strict=True)
+        ]
+        start = time.perf_counter()
+        plan = MasterWeightsPlan(shards, self.comm, RECIPE, columnwise=True)
+        plan_ms = (time.perf_counter() - start) * 1e3
+        result = plan.cast()
+        compared = self.compare(result)
+        stages = self.time(plan.stages)
+        (step,) = self.time([("step", plan.cast)]).values()
+        host = self.host_us(plan.cast)
+        self.compare(result)
+        return {
+            "partition": partition,
+            "plan_ms": plan_ms,
+            "compared_bytes": compared,
+            "us": stages | {"step": step, "host": host},
+        }
+
+    def compare(self, result: Sequence[Any]) -> int:
+        """Raise AssertionError unless every matrix is that of the whole; gives the number of bytes compared."""
+        import fp4kit
+
+        count = 0
+        for t, ((row, column), w) in enumerate(zip(result, self.weights, strict=True)):
+            whole = fp4kit.quantize(w, RECIPE)
+            for name, q, expected in (("rowwise", row, whole), ("columnwise", column, fp4kit.transpose(whole))):
+                for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+                    a, b = (self.cupy.ascontiguousarray(getattr(x, part)).reshape(-1).view(np.uint8) for x in (q, expected))
+                    differ = int((a != b).sum())
+                    assert a.size == b.size and not differ, f"matrix {t}, {name} {part}: {differ} of {a.size} bytes differ"
+                    count += a.size
+        return count
+
+    def barrier(self) -> None:
+        """Wait on the device until all ranks are here."""
+        self.comm.all_reduce_max(self._flag)
+
+    def time(self, calls: Sequence[tuple[str, Any]]) -> dict[str, float]:
+        """Median microseconds of each call, in the order given, on the slowest rank."""
+        cuda = self.cupy.cuda
+        times: dict[str, list[float]] = {name: [] for name, _ in calls}
+        for i in range(self.repeat + 3):
+            events = [cuda.Event() for _ in range(len(calls) + 1)]
+            self.barrier()
+            events[0].record()
+            for (_, call), event in zip(calls, events[1:], strict=True):
+                call()
+                event.record()
+            events[-1].synchronize()
+            for name, a, b in zip(times, events, events[1:], strict=False):
+                times[name] += [cuda.get_elapsed_time(a, b) * 1e3] * (i >= 3)
+        medians = np.array([statistics.median(t) for t in times.values()])
+        slowest = self.comm.all_gather(medians).reshape(self.comm.size, -1).max(axis=0)
+        return dict(zip(times, np.round(slowest, 1).tolist(), strict=True))
+
+    def host_us(self, call: Any) -> float:
+        """Median time until a call returns."""
+        times = []
+        for _ in range(self.repeat):
+            self.cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e6)
+        return round(statistics.median(times), 1)
+
+
+def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> None:
+    """What each process does; rank 0 prints the record as one line."""
+    import cupy
+    import cupy.cuda.nccl
+    from measure import describe
+
+    from fp4kit.distributed import Nccl
+
+    cupy.cuda.Device(rank).use()
+    comm = Nccl.from_file(path, rank, processes)
+    shapes = shapes_of(round(args.gigabytes * 1e9 / 2))
+    me = Rank(comm, shapes, args.repeat)
+    partitions = [me.run(partition) for partition in ("flat", "each")]
+    elements = sum(M * K for M, K in shapes)
+    source, target = cupy.zeros(elements * 2, np.uint8), cupy.zeros(elements * 2, np.uint8)
+    copy = me.time([("copy", lambda: cupy.copyto(target, source))])["copy"]
+    if rank == 0:
+        about = describe() | {"processes": processes, "recipe": RECIPE, "matrices": len(shapes), "elements": elements}
+        about |= {"weights_bf16_GB": elements * 2 / 1e9, "copy_TB/s": round(4 * elements / copy / 1e6, 3), "repeat": args.repeat}
+        about |= {"nccl": cupy.cuda.nccl.get_version(), "equal": True}
+        print(json.dumps(about | {"partitions": partitions}), flush=True)
+
+
+def spawn(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the processes; rank 0's record. One that fails ends the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--file",
+            str(Path(folder) / "id"),
+            "--processes",
+            str(args.processes),
+        ]
+        command += ["--gigabytes", str(args.gigabytes), "--repeat", str(args.repeat), "--rank"]
+        environment = os.environ | {"NCCL_NVLS_ENABLE": "0"}
+        running = [
+            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE if rank == 0 else None, text=True)
+            for rank in range(args.processes)
+        ]
+        while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
+            time.sleep(0.1)
+        failed = [rank for rank, p in enumerate(running) if p.poll()]
+        for p in running:
+            if p.poll() is None:
+                p.kill()
+        output = running[0].communicate()[0]
+        if failed:
+            raise SystemExit(f"processes {failed} failed; their errors are above")
+        return json.loads(output.splitlines()[-1])
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as text."""
+    weights = f"{record['elements'] / 1e6:.0f} M weights, {record['matrices']} matrices"
+    head = f"{record['processes']} x {record['device']}: {weights}: equal"
+    stages = list(record["partitions"][-1]["us"])
+    lines = [head, "us        " + "".join(f"{name:>10}" for name in stages)]
+    for p in record["partitions"]:
+        lines.append(f"{p['partition']:10}" + "".join(f"{p['us'].get(name, 0):10.1f}" for name in stages))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank is not None:
+        work(args.rank, args.processes, args.file, args)
+        return
+    record = spawn(args)
+    print(table(record))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

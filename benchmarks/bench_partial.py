@@ -1,0 +1,92 @@
+"""partial_cast and partial_amax of flat shards: even and odd offsets, rows of several lengths; and a step of cast_master_weights.
+
+The shard is all of the matrix but a few elements, begins at element `start` of it, and lies `skip` elements behind a multiple of
+16 bytes in memory.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import cupy as cp
+import numpy as np
+from measure import BF16, F32, Bench, main, poison
+from rows import element_bytes, quantized_bytes
+
+import fp4kit
+from fp4kit import Shard
+from fp4kit.distributed import SingleProcess
+from fp4kit.testing import assert_same_bits
+from fp4kit.training.master_weights import MasterWeightsPlan
+
+TARGET = 0.90
+OFFSETS = ((0, 0), (1, 0), (3, 1), (8, 2), (64, 0))  # start, skip
+TENSOR_AMAX = np.float32(5)
+
+
+def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
+    """Bytes of one element: read, its code, its part of the block amax."""
+    r = fp4kit.recipe(recipe)
+    codes = quantized_bytes(recipe)["codes"]
+    return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}
+
+
+def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, recipe: str) -> None:
+    """Raise AssertionError unless some rows, first and last among them, are those of the CPU; out was full of 0xEE."""
+    M, K = shape
+    rows = 64
+    for first in (0, M // 2 // rows * rows, M - rows):
+        a, b = max(first * K, start), min((first + rows) * K, start + shard.size)
+        height = fp4kit.recipe(recipe).block_rows
+        part = amax[first // height : (first + rows) // height].get()
+        expected = np.full((rows, out.shape[1]), 0xEE, np.uint8)
+        mine = shard[a - start : b - start].get()
+        fp4kit.partial_cast(mine, expected, part, (rows, K), a - first * K, recipe, tensor_amax=TENSOR_AMAX)
+        assert_same_bits(out[first : first + rows].get(), expected, f"rows {first} ... of {shape} from {start}")
+
+
+def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[int, int], ...]) -> None:
+    """Rows of one matrix, cut at each of the offsets."""
+    M = bench.size * bench.size // K // 64 * 64
+    memory = bench.normal(dtype, (M * K + 8,))
+    out = cp.empty((M, K // 2 if fp4kit.recipe(recipe).is_packed else K), np.uint8)
+    whole = cp.asarray(TENSOR_AMAX)
+    for start, skip in offsets:
+        shard = memory[skip : skip + M * K - start - (5 if start else 0)]
+        amax = fp4kit.partial_amax(shard, (M, K), start, recipe)
+        poison(out)
+        fp4kit.partial_cast(shard, out, amax, (M, K), start, recipe, tensor_amax=whole)
+        check(shard, out, amax, (M, K), start, recipe)
+        name = f"partial_cast, K {K}, start {start}+{skip}"
+        target = {"target": TARGET} if recipe == "nvfp4-te-2d" and dtype == F32 else {}
+        call = lambda s=shard, a=amax, at=start: fp4kit.partial_cast(s, out, a, (M, K), at, recipe, tensor_amax=whole)  # noqa: E731
+        bench.row(name, recipe, shard, traffic(recipe, dtype), call, **target)
+    read = element_bytes(shard=dtype) | {"amax": Fraction(4, fp4kit.recipe(recipe).block_size * fp4kit.recipe(recipe).block_rows)}
+    call = lambda s=shard, at=start: fp4kit.partial_amax(s, (M, K), at, recipe)  # noqa: E731
+    bench.row(f"partial_amax, K {K}, start {start}+{skip}", recipe, shard, read, call)
+
+
+def step(bench: Bench) -> None:
+    """A step of a plan on 64 matrices of one process, beside its passes' floor: the weights are read twice."""
+    size = bench.size // 8
+    memory = bench.normal(F32, (64, size, size))
+    plan = MasterWeightsPlan([Shard(x.reshape(-1), (size, size)) for x in memory], SingleProcess())
+    plan.cast()
+    bytes_ = {"master": Fraction(8), **quantized_bytes("nvfp4-te-2d"), "amax": Fraction(3 * 4, 256)}
+    bench.row("cast_master_weights, a step, N = 64", "nvfp4-te-2d", memory, bytes_, plan.cast)
+    bench.row("cast_master_weights, a step, N = 64", "nvfp4-te-2d", memory, bytes_, plan.cast, kind="host")
+
+
+def run(bench: Bench) -> None:
+    """16x16 blocks of float32 at every parity, whole and odd numbers of 16-byte lines in a row; other types and recipes."""
+    for K in (bench.size, bench.size + 16, bench.size // 4 + 16):
+        shards(bench, "nvfp4-te-2d", F32, K, OFFSETS)
+    shards(bench, "nvfp4-te-2d", BF16, bench.size, OFFSETS[:3])
+    for recipe in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d"):
+        shards(bench, recipe, F32, bench.size, OFFSETS[:2])
+    step(bench)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,104 @@
+"""quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales, stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peers
+from measure import BF16, F16, F32, Bench, Call, check_quantized, main, poison
+from rows import Beside, Row, element_bytes, quantized_bytes
+
+import fp4kit
+
+MX, NVFP4, LESS_COMMON = 0.95, 0.93, 0.70  # efficiencies wanted
+EVERY_DTYPE = {
+    "mxfp4-ocp": MX,
+    "mxfp8-te": MX,
+    "nvfp4-te": NVFP4,
+}
+FROM_BF16 = {
+    "mxfp4-torchao-rceil": MX,
+    "mxfp4-flashinfer": MX,
+    "mxfp8-torchao-rceil": MX,
+    "nvfp4-te-reference": NVFP4,
+    "nvfp4-te-rowscaled": NVFP4,
+    "nvfp4-flashinfer": NVFP4,
+    "nvfp4-flashinfer-precise": NVFP4,
+    "nvfp4-torchao": NVFP4,
+    "nvfp4-modelopt": NVFP4,
+    "nvfp4-compressed-tensors": NVFP4,
+    "mxfp4-modelopt": LESS_COMMON,  # ties toward zero
+    "nvfp4-te-4over6-mse-448": LESS_COMMON,
+    "nvfp4-te-4over6-mae-256": LESS_COMMON,
+    "nvfp4-flashinfer-4over6-mse-448": LESS_COMMON,
+    "fp8-modelopt": None,
+}
+WITH_AMAX_PASS = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-torchao", "nvfp4-modelopt")
+SWIZZLED = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te")
+STOCHASTIC = ("nvfp4-te", "mxfp4-te")
+
+
+def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
+    """The call that quantizes x with its amax given, and where it writes; run once into poison, and compared."""
+    amax = {} if fp4kit.recipe(recipe).tensor_scaling == "none" else {"tensor_amax": fp4kit.quantize(x, recipe).tensor_amax}
+    q = fp4kit.quantize(x, recipe, **amax, **options)
+
+    def call() -> object:
+        return fp4kit.quantize(x, recipe, out=q, **amax, **options)
+
+    poison(q)
+    call()
+    check_quantized(q, x, **{name: value for name, value in options.items() if name not in ("axis", "scale_layout")})
+    return q, call
+
+
+def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Row:
+    """quantize, a tensor amax given."""
+    q, call = prepared(x, recipe)
+    others = peers.quantize_mx(bench, x, recipe)
+    if recipe == "nvfp4-torchao":
+        others = peers.quantize_nvfp4(bench, x, q.tensor_amax)
+    if recipe == "nvfp4-modelopt":
+        others = peers.modelopt_nvfp4(bench, x, q.tensor_amax)
+    operation = "quantize" if q.tensor_amax is None else "quantize, amax given"
+    return bench.row(operation, recipe, x, traffic(recipe, x), call, target=target, peers=others)
+
+
+def traffic(recipe: str, x: Any) -> Any:
+    """x once, codes and scales once."""
+    return element_bytes(x=x.dtype) | quantized_bytes(recipe)
+
+
+def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
+    """quantize that computes the amax: x is read twice."""
+    q = fp4kit.quantize(x, recipe)
+    others = {}
+    if recipe == "nvfp4-torchao":
+        others = peers.quantize_nvfp4(bench, x)
+    if recipe == "nvfp4-modelopt":
+        others = peers.modelopt_nvfp4(bench, x)
+    twice = element_bytes(**{"x for amax": x.dtype}) | traffic(recipe, x)
+    bench.row("quantize with amax", recipe, x, twice, lambda: fp4kit.quantize(x, recipe, out=q), target=NVFP4, peers=others)
+
+
+def run(bench: Bench) -> None:
+    """Rows by dtype, since inputs are large."""
+    for dtype in (F32, F16):
+        for recipe, target in EVERY_DTYPE.items():
+            rowwise(bench, recipe, bench.normal(dtype), target)
+    x = bench.normal(BF16)
+    for recipe, target in (EVERY_DTYPE | FROM_BF16).items():
+        row = rowwise(bench, recipe, x, target)
+        if recipe in SWIZZLED:
+            _, call = prepared(x, recipe, scale_layout="swizzled_128x4")
+            beside = Beside("linear", row.us, 1.03)
+            bench.row("quantize, swizzled_128x4", recipe, x, traffic(recipe, x), call, beside=beside)
+        if recipe in WITH_AMAX_PASS:
+            with_amax_pass(bench, recipe, x)
+    for recipe in STOCHASTIC:
+        _, call = prepared(x, recipe, rounding="stochastic", seed=1)
+        bench.row("quantize, stochastic", recipe, x, traffic(recipe, x), call, target=LESS_COMMON)
+
+
+if __name__ == "__main__":
+    main(run)

@@ -1,0 +1,74 @@
+"""transpose of codes and block scales: 4-bit and 8-bit codes, scales in every layout, a stack of matrices."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import peers
+from measure import BF16, Bench, Call, check_rows, main, poison
+
+import fp4kit
+from fp4kit.layouts import SCALE_LAYOUTS, pack, unpack, unswizzle_scales
+from fp4kit.reference.transpose import transpose_scales
+
+TARGET = 0.90
+
+
+def traffic(recipe: str) -> dict[str, Fraction]:
+    """Bytes of one code: codes and scales are written once and read once, of the scales one row in every block."""
+    r = fp4kit.recipe(recipe)
+    codes = Fraction(1, 2) if r.is_packed else Fraction(1)
+    scales = Fraction(1, r.block_size)
+    return {"codes": codes, "codes out": codes, "scales": scales / r.block_size, "scales out": scales}
+
+
+def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
+    """Raise AssertionError unless the first and last rows of t are those of the transpose of q, of one matrix, on the CPU."""
+
+    def codes(rows: slice) -> Any:
+        first, stop, _ = rows.indices(t.packed.shape[0])
+        if not q.recipe.is_packed:
+            return q.packed[:, first:stop].get().T
+        return pack(unpack(q.packed[:, first // 2 : stop // 2].get()).T)
+
+    size = q.recipe.block_size
+    scales = (unswizzle_scales(a.block_scale.get(), a.scale_layout, a.scale_shape) for a in (q, t))
+    check_rows(t.packed, codes, f"transposed codes of {q.recipe.id}")
+    before, after = scales
+    assert (after == transpose_scales(before, size)).all(), f"transposed scales of {q.recipe.id}, {q.scale_layout}"
+
+
+def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
+    """The codes alone, in torch, which has bytes only: one a byte, transposed, two a byte."""
+    if not bench.peers or peers.torch() is None:
+        return {}
+    return peers.both_ways(bench, "torch", _transpose_nibbles, peers.tensor(packed))
+
+
+def _transpose_nibbles(packed: Any) -> Any:
+    codes = peers.torch().stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1).t()
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def run(bench: Bench) -> None:
+    """NVFP4 and MXFP8 of square blocks in each scale layout, and a stack of experts."""
+    x = bench.normal(BF16)
+    for recipe in ("nvfp4-te-2d", "mxfp8-te-2d"):
+        for layout in SCALE_LAYOUTS:
+            q = fp4kit.quantize(x, recipe, scale_layout=layout)
+            out = fp4kit.transpose(q)
+            poison(out)
+            del out  # the next result lies where the poison is
+            check(q, fp4kit.transpose(q))
+            first = recipe == "nvfp4-te-2d" and layout == "linear"
+            others = torch_nibbles(bench, q.packed) if first else {}
+            name = "transpose" if layout == "linear" else f"transpose, {layout}"
+            bench.row(name, recipe, x, traffic(recipe), lambda q=q: fp4kit.transpose(q), target=TARGET, peers=others)
+    stack = bench.normal(BF16, (64, bench.size // 8, bench.size // 8))
+    q = fp4kit.quantize(stack, "nvfp4-te-2d")
+    bench.row("transpose, 64 matrices", "nvfp4-te-2d", stack, traffic("nvfp4-te-2d"), lambda: fp4kit.transpose(q), target=TARGET)
+
+
+if __name__ == "__main__":
+    main(run)

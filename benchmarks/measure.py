@@ -1,0 +1,270 @@
+"""What the GPU benchmarks share: the device, the copy that is the ceiling, timings, checks of results, and the record of a row.
+
+A script bench_<operation>.py has one function, `run(bench)`, which calls `bench.row(...)` for each thing that it times:
+
+    from measure import BF16, Bench, check_quantized, main, poison
+    from rows import element_bytes, quantized_bytes
+
+    def run(bench: Bench) -> None:
+        x = bench.normal(BF16)                                   # (size, size), several times the L2
+        q = fp4kit.quantize(x, "mxfp4-ocp")
+        poison(q)
+        fp4kit.quantize(x, "mxfp4-ocp", out=q)
+        check_quantized(q, x)
+        traffic = element_bytes(x=x.dtype) | quantized_bytes("mxfp4-ocp")
+        bench.row("quantize", "mxfp4-ocp", x, traffic, lambda: fp4kit.quantize(x, "mxfp4-ocp", out=q), target=0.95)
+
+    if __name__ == "__main__":
+        main(run)
+
+efficiency = (fewest bytes the operation must move) / time / (bytes per second, read and written, of a device-to-device copy that
+moves as many bytes, measured in the same run). Arrays that are not several times the L2 take turns: give `row` several calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from functools import cached_property
+from importlib import metadata
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from rows import Row, Time, Traffic, formula, traffic_bytes
+
+import fp4kit
+from fp4kit.layouts import unswizzle_scales
+from fp4kit.testing import assert_same_bits
+
+F32, F16, BF16 = (np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+SIZE = 16384
+REPEAT = 15
+CALLS = 10  # launches between two events, so that the launch of one hides behind the kernel of the one before
+SMALL_CALLS = 20  # calls in one CUDA graph
+POISON = 0xEE
+CHECKED = (slice(64), slice(-64, None))  # rows that are compared with the specification
+PACKAGES = ("fp4kit", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton", "torchao", "nvidia-modelopt")
+
+Call = Callable[[], object]
+
+
+def poison(*arrays: Any) -> None:
+    """Fill CuPy arrays, and the arrays of a Quantized, with bytes that no result consists of."""
+    for array in arrays:
+        parts = (array.packed, array.block_scale) if isinstance(array, fp4kit.Quantized) else (array,)
+        for part in parts:
+            if part is not None:
+                part.data.memset(POISON, part.nbytes)
+
+
+def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
+    """Raise AssertionError unless the first and last rows of q (of axis moved last) are what the CPU specification gives.
+
+    options: of quantize, but for axis, layout and tensor_amax, which are those of q. With a seed the first rows only.
+    """
+    source = x if q.axis == x.ndim - 1 else x.swapaxes(q.axis, -1)
+    scales = None if q.block_scale is None else unswizzle_scales(q.block_scale.get(), q.scale_layout, q.scale_shape)
+    amax = None if q.tensor_amax is None else q.tensor_amax.get()
+    for rows in CHECKED[:1] if "seed" in options else CHECKED:
+        given = {} if amax is None else {"tensor_amax": amax[rows] if amax.ndim else amax}
+        cpu = fp4kit.quantize(source[rows].get(), q.recipe, **given, **options)
+        assert_same_bits(q.packed[rows].get(), cpu.packed, f"{q.recipe.id}: packed[{rows.start}:{rows.stop}]")
+        if scales is not None:
+            assert_same_bits(scales[rows], cpu.block_scale, f"{q.recipe.id}: block_scale[{rows.start}:{rows.stop}]")
+
+
+def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
+    """Raise AssertionError unless the first and last rows of a CuPy array are those that expected(rows) gives as NumPy."""
+    for rows in CHECKED:
+        assert_same_bits(actual[rows].get(), expected(rows), f"{name}[{rows.start}:{rows.stop}]")
+
+
+class Bench:
+    """A run on one device: inputs, ceilings and timings, and the rows so far. quick: fewer repeats, no compiled peers."""
+
+    def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
+        self.size, self.repeat, self.quick, self.peers = size, 5 if quick else repeat, quick, peers
+        self.rows: list[Row] = []
+        self._copies: dict[int, float] = {}
+        self._inputs: dict[Any, Any] = {}
+
+    @cached_property
+    def cupy(self) -> Any:
+        import cupy
+
+        return cupy
+
+    @cached_property
+    def _lead(self) -> tuple[Any, Any]:
+        """Two buffers; copying one to the other keeps the device busy while the host gets ahead."""
+        return self.cupy.zeros(1 << 28, np.uint8), self.cupy.zeros(1 << 28, np.uint8)
+
+    def normal(self, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
+        """Normal values of a dtype, (size, size) unless said; the same array each time, not to be written to."""
+        shape = (self.size, self.size) if shape is None else shape
+        key = np.dtype(dtype), shape
+        if key not in self._inputs:
+            self._inputs = {k: v for k, v in self._inputs.items() if v.nbytes < 1 << 28}  # one large input at a time
+            n = prod(shape)
+            few = np.random.default_rng(0).standard_normal(min(n, 1 << 24), dtype=np.float32).astype(dtype)
+            bits = self.cupy.tile(self.cupy.asarray(few.view(f"u{few.itemsize}")), -(-n // few.size))
+            self._inputs[key] = bits[:n].reshape(shape).view(dtype)
+        return self._inputs[key]
+
+    def release(self) -> None:
+        """Give back inputs and unused memory of the device, CuPy's and torch's."""
+        self._inputs.clear()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        if "torch" in sys.modules:
+            sys.modules["torch"].cuda.empty_cache()
+
+    def time(self, *calls: Call) -> Time:
+        """Event timings of one call; several calls (on other buffers) take turns."""
+        for call in (*calls, *calls):
+            call()
+        number = len(calls) * max(round(min(CALLS, 3000 / self._events(calls)) / len(calls)), 1)
+        turns = [calls[i % len(calls)] for i in range(number)]
+        times = [self._events(turns) for _ in range(self.repeat)]
+        return Time(statistics.median(times), max(times) - min(times))
+
+    def _events(self, calls: Sequence[Call]) -> float:
+        """Microseconds of one of the calls, queued behind a copy so that the device does not wait for the host."""
+        start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+        self.cupy.copyto(*self._lead)
+        start.record()
+        for call in calls:
+            call()
+        stop.record()
+        stop.synchronize()
+        return float(self.cupy.cuda.get_elapsed_time(start, stop)) * 1e3 / len(calls)
+
+    def graph_time(self, call: Call) -> Time:
+        """Time of one call on the device, as part of a CUDA graph of several that is replayed."""
+        self.cupy.cuda.Device().synchronize()
+        stream = self.cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            call()
+            stream.begin_capture()
+            for _ in range(SMALL_CALLS):
+                call()
+            graph = stream.end_capture()
+            graph.upload()
+            found = self.time(graph.launch)
+        stream.synchronize()
+        return Time(found.us / SMALL_CALLS, found.spread / SMALL_CALLS)
+
+    def host_time(self, call: Call, batch: int = 200) -> Time:
+        """Time until a call returns, on the host; the device is idle when a batch begins."""
+        times = []
+        for _ in range(self.repeat + 1):
+            self.cupy.cuda.Device().synchronize()
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            times.append((time.perf_counter() - start) * 1e6 / batch)
+        return Time(statistics.median(times[1:]), max(times[1:]) - min(times[1:]))
+
+    def copy_us(self, nbytes: int) -> float:
+        """Time of a device-to-device copy that reads and writes nbytes together, measured once in a run."""
+        if nbytes not in self._copies:
+            source, target = (self.cupy.zeros(max(nbytes // 2, 1), np.uint8) for _ in range(2))
+            self._copies[nbytes] = self.time(lambda: self.cupy.copyto(target, source)).us
+        return self._copies[nbytes]
+
+    def row(
+        self,
+        operation: str,
+        recipe: str,
+        x: Any,
+        traffic: Traffic,
+        *calls: Call,
+        kind: str = "kernel",
+        peers: Mapping[str, Call] | None = None,
+        **targets: Any,
+    ) -> Row:
+        """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and keep it.
+
+        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed.
+        targets: target, target_us, beside.
+        """
+        timed = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
+        n = prod(x.shape)
+        nbytes = traffic_bytes(traffic, n)
+        row = Row(
+            operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *timed(*calls), kind, **targets
+        )
+        if kind == "kernel":
+            row.copy_us = self.copy_us(nbytes)
+        for name, call in (peers or {}).items() if self.peers else ():
+            try:
+                row.peers[name] = timed(call).us
+            except Exception as error:
+                row.failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
+        self.rows.append(row)
+        print(row, flush=True)
+        return row
+
+    def record(self) -> dict[str, Any]:
+        """The run as it stands in the JSON file."""
+        large = 4 * self.size * self.size  # bytes that a copy of a bfloat16 input moves
+        copy = self.copy_us(large)
+        about = describe() | {
+            "size": self.size,
+            "repeat": self.repeat,
+            "copy_us": copy,
+            "copy_TB/s": round(large / copy / 1e6, 3),
+        }
+        return about | {"rows": [row.record() for row in self.rows]}
+
+
+def describe() -> dict[str, Any]:
+    """Device, driver, versions, commit, date."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": properties["name"].decode(),
+        "multiprocessors": properties["multiProcessorCount"],
+        "L2": properties["l2CacheSize"],
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "cuda": cupy.cuda.runtime.runtimeGetVersion(),
+        "versions": versions | {"fp4kit": fp4kit.__version__},
+        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
+        "date": str(date.today()),
+    }
+
+
+def _output(*command: str) -> str:
+    """First line that a command prints; "unknown" if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def main(run: Callable[[Bench], None]) -> None:
+    """Run one benchmark by itself and print its rows."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--size", type=int, default=SIZE)
+    parser.add_argument("--repeat", type=int, default=REPEAT)
+    parser.add_argument("--quick", action="store_true", help="5 repeats, no compiled peers")
+    parser.add_argument("--no-peers", action="store_true")
+    args = parser.parse_args()
+    bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
+    run(bench)
+    record = bench.record()
+    print(f"{record['device']}, driver {record['driver']}, copy {record['copy_TB/s']} TB/s, {record['date']}")

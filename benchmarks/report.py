@@ -1,0 +1,179 @@
+"""Markdown table and plot of a run that benchmarks/run.py recorded: python benchmarks/report.py benchmarks/results/h200.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rows import Row
+
+from fp4kit.tables import markdown as table
+
+COLUMNS = ("operation", "recipe", "from", "time, us", "spread", "bytes", "efficiency", "target", "peers: their time / this one")
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "uint8": "#777777"}
+PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
+
+Record = Mapping[str, Any]
+
+
+def rows_of(record: Record) -> list[Row]:
+    """The rows of a run."""
+    return [Row.of(row) for row in record["rows"]]
+
+
+def heading(record: Record) -> str:
+    """One line: device, driver, versions, commit, date, and the copy that is the ceiling."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        f"{record['device']}, driver {record['driver']}, {versions}, commit {record['commit']}, {record['date']}; "
+        f"a copy of {record['size']} x {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
+    )
+
+
+def target_text(row: Row) -> str:
+    """What a row is held against, and whether it is there."""
+    parts = [] if row.target is None else [f"{row.target:.2f}"]
+    if row.target_us is not None:
+        parts.append(f"{row.target_us:g} us")
+    if row.beside is not None:
+        parts.append(f"{row.us / row.beside.us:.3f} of {row.beside.name}, at most {row.beside.at_most:.2f}")
+    return "; ".join(parts) + (" (missed)" if row.met is False else "")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the Markdown table."""
+    peers = [f"{name} {ratio:.2f}" for name, ratio in row.ratios.items()] + [f"{name} fails" for name in row.failed]
+    operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
+    efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
+    times = (f"{row.us:.1f}", f"{row.spread:.1f}")
+    moved = f"{row.bytes / 1e6:,.1f} MB = {row.formula}"
+    return operation, row.recipe, SHORT.get(row.dtype, row.dtype), *times, moved, efficiency, target_text(row), ", ".join(peers)
+
+
+def markdown(record: Record) -> str:
+    """The run as a Markdown page."""
+    rows = rows_of(record)
+    missed = sum(row.met is False for row in rows)
+    slower = [f"{row.operation} {row.recipe} {row.dtype}" for row in rows if any(r < 1 for r in row.ratios.values())]
+    lines = [
+        f"# {record['device']}",
+        "",
+        f"{heading(record)}.",
+        "",
+        f"Medians of {record['repeat']} timings, n elements; spread is the largest minus the smallest.",
+        "Efficiency is the time of a copy that moves as many bytes, in the same run, over the time.",
+        f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met, {missed} missed. "
+        f"A peer is faster in: {'; '.join(slower) or 'no row'}.",
+        *(f"Not measured: {name}: {why}." for name, why in record.get("errors", {}).items()),
+        "",
+        f"![efficiency and speed-up]({slug(record)}.svg)",
+        "",
+        table(COLUMNS, [cells(row) for row in rows]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def slug(record: Record) -> str:
+    """Base name of the files of a device: "NVIDIA H200" -> "h200"."""
+    return record["device"].lower().removeprefix("nvidia ").replace(" ", "-").replace("/", "-")
+
+
+def plot(record: Record, path: Path) -> None:
+    """Efficiencies with their targets, and how many times faster than each peer, one line per operation and recipe."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
+    import matplotlib.pyplot as plt
+
+    lines: dict[tuple[str, str], list[Row]] = {}
+    for row in rows_of(record):
+        if row.efficiency is not None:
+            lines.setdefault((row.operation, row.recipe), []).append(row)
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.2 + 0.19 * max(len(lines), 4)), sharey=True, width_ratios=(3, 2), layout="constrained"
+    )
+    _plot_efficiencies(left, list(lines.values()))
+    _plot_peers(right, list(lines.values()))
+    left.set_yticks(range(len(lines)), [f"{operation}   {recipe}" for operation, recipe in lines])
+    left.set_ylim(len(lines) - 0.4, -0.6)
+    figure.suptitle(f"{record['device']}, {record['date']}, commit {record['commit']}")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
+    for y, rows in enumerate(lines):
+        axes.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
+        for row in rows:
+            axes.plot(row.efficiency, y, "o", markersize=5, color=COLOURS.get(row.dtype, "black"))
+            if row.target is not None:
+                axes.plot([row.target] * 2, [y - 0.4, y + 0.4], color="#cc0000", linewidth=1.4)
+    axes.axvline(1, color="#999999", linewidth=0.8)
+    axes.set_xlim(left=0, right=max(1.05, *(row.efficiency + 0.03 for rows in lines for row in rows)))
+    axes.set_xlabel("efficiency: 1 is a copy that moves as many bytes; red is the target")
+    used = [name for name in COLOURS if any(row.dtype == name for rows in lines for row in rows)]
+    handles = [axes.plot([], [], "o", markersize=5, color=COLOURS[name], label=SHORT.get(name, name))[0] for name in used]
+    axes.legend(handles=handles, loc="lower left")
+
+
+def _plot_peers(axes: Any, lines: list[list[Row]]) -> None:
+    names = list(dict.fromkeys(name for rows in lines for row in rows for name in row.peers))
+    colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
+    for y, rows in enumerate(lines):
+        axes.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
+        for row in rows:
+            for name, ratio in row.ratios.items():
+                axes.plot(ratio, y, "D", markersize=4, color=colours[name])
+    axes.axvline(1, color="#999999", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("time of a peer over that of fp4kit")
+    if names:
+        axes.legend(handles=[axes.plot([], [], "D", markersize=4, color=colours[name], label=name)[0] for name in names])
+
+
+SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest peer")
+
+
+def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """Rows for the README: those of the wanted (operation, recipe), from bfloat16 (or the only dtype) and timed on the device.
+
+    Raises ValueError where the run has no such row.
+    """
+    found = {(row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype == "float32"}
+    found |= {(row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype != "float32"}
+    missing = [key for key in wanted if key not in found]
+    if missing:
+        raise ValueError(f"report: the run of {record['date']} has no row for {missing}")
+    return [_summary_cells(found[key]) for key in wanted]
+
+
+def _summary_cells(row: Row) -> tuple[str, ...]:
+    peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
+    against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
+    efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"
+    return row.operation, row.recipe, SHORT.get(row.dtype, row.dtype), f"{row.us:.0f} us", efficiency, against
+
+
+def write(record: Record, folder: Path) -> list[Path]:
+    """Write JSON, table and plot of a run into a folder; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{slug(record)}{suffix}" for suffix in (".json", ".md", ".svg")]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    paths[1].write_text(markdown(record))
+    try:
+        plot(record, paths[2])
+    except ImportError:
+        print("report: no plot, matplotlib is missing")
+        return paths[:2]
+    return paths
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(*write(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")

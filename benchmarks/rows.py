@@ -1,0 +1,126 @@
+"""The record of a benchmark's row, and the bytes that an operation must move. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fp4kit
+
+Traffic = Mapping[str, Fraction]
+
+
+class Time(NamedTuple):
+    """Microseconds of one call: the median, and largest minus smallest."""
+
+    us: float
+    spread: float
+
+
+class Beside(NamedTuple):
+    """Another time of this run that a row is held against: us <= at_most * other."""
+
+    name: str
+    us: float
+    at_most: float
+
+
+@dataclass
+class Row:
+    """One timed operation. `bytes` is n elements times the bytes of `traffic`; `copy_us` is a copy that moves as many.
+
+    kind: "kernel" (events around calls in a row), "graph" (events around replays of a CUDA graph) or "host" (time until the call
+    returns). target: smallest efficiency wanted; target_us: largest time wanted. peers: {name: us}; failed: {peer: why}.
+    """
+
+    operation: str
+    recipe: str
+    dtype: str
+    shape: tuple[int, ...]
+    formula: str
+    bytes: int
+    us: float
+    spread: float
+    kind: str = "kernel"
+    copy_us: float | None = None
+    target: float | None = None
+    target_us: float | None = None
+    beside: Beside | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def efficiency(self) -> float | None:
+        return None if self.copy_us is None else self.copy_us / self.us
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """How many times longer each peer takes."""
+        return {name: us / self.us for name, us in self.peers.items()}
+
+    @property
+    def met(self) -> bool | None:
+        """Whether every target is reached; None without one."""
+        found = []
+        if self.target is not None and self.efficiency is not None:
+            found.append(self.efficiency >= self.target)
+        if self.target_us is not None:
+            found.append(self.us <= self.target_us)
+        if self.beside is not None:
+            found.append(self.us <= self.beside.at_most * self.beside.us)
+        return all(found) if found else None
+
+    def record(self) -> dict[str, Any]:
+        """The row as it stands in the JSON file."""
+        efficiency = None if self.efficiency is None else round(self.efficiency, 3)
+        beside = None if self.beside is None else self.beside._asdict()
+        return asdict(self) | {"beside": beside, "efficiency": efficiency, "met": self.met}
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Row:
+        """The row of a record."""
+        given = {name: value for name, value in record.items() if name not in ("efficiency", "met")}
+        beside = None if given["beside"] is None else Beside(**given["beside"])
+        return cls(**given | {"beside": beside, "shape": tuple(given["shape"])})
+
+    def __str__(self) -> str:
+        name = self.operation if self.kind == "kernel" else f"{self.operation}, {self.kind}"
+        text = f"{name:37}{self.recipe:33}{self.dtype:9}{self.us:10.1f} us{self.spread:8.1f}"
+        text += "" if self.efficiency is None else f"{self.efficiency:8.3f}"
+        text += "" if self.target is None else f" of {self.target:.2f}"
+        text += "" if self.target_us is None else f"   at most {self.target_us:g} us"
+        text += "" if self.beside is None else f"   {self.us / self.beside.us:.3f} of {self.beside.name}"
+        text += "".join(f"   {name}: {ratio:.2f}x" for name, ratio in self.ratios.items())
+        text += "".join(f"   {name}: {why}" for name, why in self.failed.items())
+        return text + ("" if self.met is not False else "   BELOW TARGET")
+
+
+def element_bytes(**dtypes: Any) -> dict[str, Fraction]:
+    """Bytes of one element of arrays that are read or written once: element_bytes(x=F32, values=BF16)."""
+    return {name: Fraction(np.dtype(dtype).itemsize) for name, dtype in dtypes.items()}
+
+
+def quantized_bytes(recipe: str) -> dict[str, Fraction]:
+    """Bytes of codes and block scales for one element; a tensor's few float32 scales are left out."""
+    r = fp4kit.recipe(recipe)
+    codes = {"codes": Fraction(1, 2) if r.is_packed else Fraction(1)}
+    return codes if r.scale is None else codes | {"scales": Fraction(1, r.block_size)}
+
+
+def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
+    """The traffic, and the same again under other names: results in both directions."""
+    return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
+
+
+def formula(traffic: Traffic) -> str:
+    """Such as "n (2 x + 1/2 codes + 1/16 scales)" for n elements."""
+    return f"n ({' + '.join(f'{value} {name}' for name, value in traffic.items())})"
+
+
+def traffic_bytes(traffic: Traffic, n: int) -> int:
+    """Bytes of n elements."""
+    return int(n * sum(traffic.values(), Fraction(0)))

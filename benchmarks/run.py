@@ -1,0 +1,75 @@
+"""Every GPU benchmark, bench_<operation>.py by bench_<operation>.py, and the record of the run.
+
+    python benchmarks/run.py [--only NAME ...] [--quick] [--no-peers] [--output DIR] [--commit HASH]
+
+Writes <device>.json, <device>.md and <device>.svg into benchmarks/results, or DIR; part of the benchmarks, and quick runs, are
+written only to a DIR that was named. The exit status is 1 if a benchmark stopped, such as at a wrong result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import report
+from measure import REPEAT, SIZE, Bench
+
+HERE = Path(__file__).resolve().parent
+ELSEWHERE = ("cpu", "distributed")  # without a GPU; with several
+
+
+def names() -> list[str]:
+    """Operations with a script."""
+    found = (path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+    return sorted(name for name in found if name not in ELSEWHERE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(description="Run the GPU benchmarks.", allow_abbrev=False)
+    result.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help=f"some of {', '.join(names())}")
+    result.add_argument("--quick", action="store_true", help="5 repeats instead of 15, nothing compiled by torch.compile")
+    result.add_argument("--no-peers", action="store_true", help="without other libraries")
+    result.add_argument("--size", type=int, default=SIZE, help="rows and columns of the large tensors")
+    result.add_argument("--repeat", type=int, default=REPEAT)
+    result.add_argument("--output", type=Path, help="folder for the record, the table and the plot")
+    result.add_argument("--commit", help="the commit that is measured, where there is no repository to ask")
+    return result
+
+
+def run(bench: Bench, chosen: list[str]) -> dict[str, str]:
+    """Run the chosen benchmarks; gives why, for those that stopped."""
+    errors = {}
+    for name in chosen:
+        start = time.perf_counter()
+        print(f"== {name}", flush=True)
+        try:
+            importlib.import_module(f"bench_{name}").run(bench)
+        except Exception as error:
+            traceback.print_exc(limit=-3)
+            errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        bench.release()
+        print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
+    return errors
+
+
+def main() -> int:
+    """Run, print, write."""
+    args = parser().parse_args()
+    bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
+    errors = run(bench, args.only or names())
+    record = bench.record() | {"errors": errors}
+    record["commit"] = args.commit or record["commit"]
+    print(report.heading(record))
+    output = args.output or (None if args.only or args.quick else HERE / "results")
+    if output is not None:
+        print(*report.write(record, output), sep="\n")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

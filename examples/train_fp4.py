@@ -1,0 +1,289 @@
+"""Train a small network on NVFP4 weights, in several ways that must give the same loss in every bit.
+
+    python examples/train_fp4.py                          # whole matrices; flat shards on 1, 2 and 4 ranks (threads)
+    python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and everything
+    mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
+
+The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, cut among the ranks at odd places, as
+optimizers that shard their state do. Every step quantizes the master weights (recipe nvfp4-te-2d), multiplies with what 4-bit
+codes and scales decode to, and updates the masters with the straight-through gradient. Ranks also share the samples of a step.
+
+Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order. So all factors
+are multiples of a power of two (codes times block scales are; the tensor scale comes after the sum; activations and errors are
+rounded to multiples of GRID) and every sum stays below 2^53 of its unit. Then float64 sums are exact in any order, on any
+machine, number of ranks and device. `product` checks that bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fp4kit
+from fp4kit import Quantized, Shard
+from fp4kit.distributed import Communicator, Mpi, SingleProcess
+from fp4kit.formats import E2M1, E4M3
+
+RECIPE = "nvfp4-te-2d"
+SHAPES = ((64, 48), (16, 64))  # A and B
+SAMPLES, BATCH = 512, 128
+LEARNING_RATE, MOMENTUM = 0.5, 0.875
+GRID = 2.0**-16  # unit of activations and errors
+INPUT_UNIT = 2.0**-3
+WEIGHT_UNIT = E2M1.min_subnormal * E4M3.min_subnormal  # of codes times block scales
+
+Quantizer = Callable[[Sequence[Shard], Communicator], list[Quantized]]
+
+
+class Result(NamedTuple):
+    """Loss of every step, and a digest of the last codes and scales."""
+
+    losses: list[float]
+    digest: str
+
+
+# ---- how weights become codes ---------------------------------------------------------------------------------------------
+
+
+def whole(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
+    """Quantize whole matrices; for one rank, which has them."""
+    return [fp4kit.quantize(shard.values.reshape(shard.shape), RECIPE) for shard in shards]
+
+
+def sharded(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
+    """The primary-weight path: from flat shards to whole codes on every rank."""
+    return fp4kit.cast_master_weights(shards, comm, RECIPE)
+
+
+def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
+    """Quantize on the GPU what lies on the host, and take the codes back."""
+    import cupy
+
+    on_gpu = [Shard(cupy.asarray(shard.values), shard.shape, shard.start) for shard in shards]
+    return [
+        Quantized(
+            q.packed.get(), q.block_scale.get(), q.tensor_scale.get(), q.tensor_amax.get(), q.shape, q.dtype, q.axis, q.recipe
+        )
+        for q in whole(on_gpu, comm)
+    ]
+
+
+# ---- exact arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
+    """a @ b, exact: elements are multiples of their units, and no sum reaches 2^53 of the product of units."""
+    largest = float(abs(a).max()) * float(abs(b).max()) * a.shape[1]
+    if not largest < 2.0**53 * unit_a * unit_b:
+        raise OverflowError(f"product: sums may reach {largest:g}; they are exact below {2.0**53 * unit_a * unit_b:g}")
+    return a @ b
+
+
+def on_grid(x: Any, xp: Any) -> Any:
+    """x rounded to a multiple of GRID."""
+    return xp.rint(x / GRID) * GRID
+
+
+def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
+    """Codes times block scales, float64 multiples of WEIGHT_UNIT, and the tensor scale: their product is the weight."""
+    codes = xp.asarray(E2M1.values, np.float64)[fp4kit.unpack(q.packed)]
+    scales = xp.asarray(E4M3.values, np.float64)[q.block_scale]
+    return codes * xp.repeat(scales, q.recipe.block_size, axis=1), xp.asarray(q.tensor_scale).astype(np.float64)
+
+
+# ---- the network ------------------------------------------------------------------------------------------------------------
+
+
+def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
+    """Sum of squared errors and its gradients with respect to A and B, as one flat float64 array of exact sums."""
+    (a, a_scale), (b, b_scale) = (factors(q, xp) for q in weights)
+    hidden = on_grid(xp.maximum(product(x, INPUT_UNIT, a.T, WEIGHT_UNIT) * a_scale, 0), xp)
+    error = on_grid(product(hidden, GRID, b.T, WEIGHT_UNIT) * b_scale, xp) - target
+    d_hidden = on_grid(product(error, GRID, b, WEIGHT_UNIT) * b_scale, xp) * (hidden > 0)
+    loss = product(error.reshape(1, -1), GRID, error.reshape(-1, 1), GRID)
+    gradients = product(d_hidden.T, GRID, x, INPUT_UNIT), product(error.T, GRID, hidden, GRID)
+    return xp.concatenate([part.reshape(-1) for part in (loss, *gradients)])
+
+
+def data(xp: Any) -> tuple[Any, Any, Any]:
+    """Inputs, what a teacher network answers, and the first master weights (flat, float32)."""
+    rng = np.random.default_rng(4)
+    x = rng.integers(-8, 9, (SAMPLES, SHAPES[0][1])) * INPUT_UNIT
+    a, b = (on_grid(uniform(rng, *shape), np) for shape in SHAPES)
+    hidden = on_grid(np.maximum(product(x, INPUT_UNIT, a.T, GRID), 0), np)
+    target = on_grid(product(hidden, GRID, b.T, GRID), np)
+    first = np.concatenate([uniform(rng, *shape).reshape(-1) for shape in SHAPES]).astype(np.float32)
+    return xp.asarray(x), xp.asarray(target), xp.asarray(first)
+
+
+def uniform(rng: np.random.Generator, m: int, k: int) -> np.ndarray:
+    """(m, k) of variance 1 / k; from integers, because logarithms (of normal numbers) differ between machines."""
+    return rng.integers(-(2**15), 2**15, (m, k)) * (2.0**-15 * np.sqrt(3 / k))
+
+
+def cuts(total: int, size: int) -> list[int]:
+    """Edges of the ranks' parts of the flat buffer: odd ones, so inside bytes and blocks."""
+    return [0, *((total * rank // size) | 1 for rank in range(1, size)), total]
+
+
+def shards_of(flat: Any, start: int) -> list[Shard]:
+    """What elements [start, start + n) of the flat buffer are of each matrix."""
+    shards, begin = [], 0
+    for m, k in SHAPES:
+        low, high = (min(max(edge - begin, 0), m * k) for edge in (start, start + flat.size))
+        shards.append(Shard(flat[begin + low - start : begin + high - start] if high > low else flat[:0], (m, k), low))
+        begin += m * k
+    return shards
+
+
+def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp: Any = np) -> Result:
+    """Train on the ranks of comm, of which this is one; every rank returns the same."""
+    comm = comm or SingleProcess()
+    x, target, first = data(xp)
+    edges = cuts(first.size, comm.size)
+    mine = slice(edges[comm.rank], edges[comm.rank + 1])
+    master, velocity = first[mine].copy(), xp.zeros(mine.stop - mine.start)
+    losses = []
+    for number in range(steps):
+        weights = quantizer(shards_of(master, mine.start), comm)
+        samples = slice(number * BATCH % SAMPLES + comm.rank, number * BATCH % SAMPLES + BATCH, comm.size)
+        sums = step(weights, x[samples], target[samples], xp)
+        sums = comm.all_gather(sums).reshape(comm.size, -1).sum(axis=0) / (BATCH * SHAPES[1][0])
+        losses.append(float(sums[0]))
+        velocity = MOMENTUM * velocity + sums[1:][mine]  # straight through: the gradient of the quantized weights
+        master = (master.astype(np.float64) - LEARNING_RATE * velocity).astype(np.float32)
+    parts = [part for q in quantizer(shards_of(master, mine.start), comm) for part in (q.packed, q.block_scale, q.tensor_scale)]
+    as_bytes = b"".join((part if xp is np else part.get()).tobytes() for part in parts)
+    return Result(losses, hashlib.sha256(as_bytes).hexdigest()[:16])
+
+
+# ---- ranks ------------------------------------------------------------------------------------------------------------------
+
+
+class Thread:
+    """A rank of a group of threads; an fp4kit.distributed.Communicator. One that fails ends the wait of the others."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
+        self.rank, self.size, self._barrier, self._slots = rank, barrier.parties, barrier, slots
+
+    def all_reduce_max(self, array: Any) -> Any:
+        """Elementwise maximum over the group."""
+        return functools.reduce(np.maximum, self._share(array)).reshape(array.shape)
+
+    def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
+        """The arrays of all ranks, one after the other."""
+        found = (np if isinstance(array, np.ndarray) else sys.modules["cupy"]).concatenate(self._share(array))
+        if out is None:
+            return found
+        out[...] = found
+        return out
+
+    def _share(self, array: Any) -> list[Any]:
+        """Copies of what all ranks gave, in the order of ranks."""
+        self._slots[self.rank] = array.copy()
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()  # nobody gives the next array before all have this one
+        return found
+
+
+def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
+    """work(rank's communicator) on each of size threads; what they return, or the first error."""
+    barrier, slots = threading.Barrier(size), [None] * size
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Thread(rank, barrier, slots))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+# ---- the command ------------------------------------------------------------------------------------------------------------
+
+
+def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:
+    """Name of each way of training, and what gives the results of its ranks."""
+
+    def group(size: int, xp: Any) -> Callable[[int], list[Result]]:
+        return lambda steps: on_threads(size, lambda comm: train(steps, sharded, comm, xp))
+
+    found = {f"flat shards, {size} rank{'s' * (size > 1)}": group(size, np) for size in ranks}
+    if gpu:
+        import cupy
+
+        found["GPU quantizer in the CPU loop"] = lambda steps: [train(steps, whole_on_gpu)]
+        found["GPU, whole matrices"] = lambda steps: [train(steps, whole, xp=cupy)]
+        found |= {f"GPU, flat shards, {size} rank{'s' * (size > 1)}": group(size, cupy) for size in ranks}
+    return found
+
+
+def all_results(mine: Result, comm: Communicator) -> list[Result]:
+    """The results of all processes."""
+    losses = comm.all_gather(np.array(mine.losses)).reshape(comm.size, -1).tolist()
+    digests = comm.all_gather(np.frombuffer(bytes.fromhex(mine.digest), np.uint8).copy()).reshape(comm.size, -1)
+    return [Result(*result) for result in zip(losses, (digest.tobytes().hex() for digest in digests), strict=True)]
+
+
+def report(name: str, results: list[Result], expected: Result, seconds: float) -> None:
+    """Print whether all ranks gave the expected losses and codes."""
+    if all(result == expected for result in results):
+        verdict = "every loss and the last codes are equal in every bit"
+    else:
+        pairs = ((a, b) for result in results for a, b in zip(result.losses, expected.losses, strict=True))
+        verdict = f"DIFFERENT: {sum(a != b for a, b in pairs)} losses, codes {[result.digest for result in results]}"
+    print(f"{name:32} {verdict}  ({seconds:.1f} s)", flush=True)
+
+
+def main() -> int:
+    """Train in every way that was asked for; 0 if all are equal and the network learned."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4], help="numbers of threads (default: 1 2 4)")
+    parser.add_argument("--gpu", action="store_true", help="train with CuPy too")
+    parser.add_argument("--mpi", action="store_true", help="the ranks are MPI processes instead of threads")
+    options = parser.parse_args()
+
+    comm = Mpi() if options.mpi else SingleProcess()
+    start = time.perf_counter()
+    expected = train(options.steps, whole)
+    losses, quarter = expected.losses, max(options.steps // 4, 1)
+    if comm.rank == 0:
+        for number in sorted({0, *range(quarter, options.steps, quarter), options.steps - 1}):
+            print(f"step {number:4}  loss {losses[number]:.6f}  {losses[number].hex()}")
+        print(f"{'whole matrices':32} codes and scales {expected.digest}  ({time.perf_counter() - start:.1f} s)", flush=True)
+    good = losses[-1] <= losses[0]
+    if options.mpi:
+        chosen = {f"flat shards, {comm.size} MPI processes": lambda steps: all_results(train(steps, sharded, comm), comm)}
+    else:
+        chosen = ways(options.ranks, options.gpu)
+    for name, way in chosen.items():
+        start = time.perf_counter()
+        results = way(options.steps)
+        good &= all(result == expected for result in results)
+        if comm.rank == 0:
+            report(name, results, expected, time.perf_counter() - start)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

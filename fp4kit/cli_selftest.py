@@ -1,0 +1,109 @@
+"""The command selftest: progress while it runs, then a table of what was compared."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fp4kit import __version__, selftest
+from fp4kit.cuda import loader
+from fp4kit.golden import GoldenSet
+
+_SHOWN = 20  # differences, and reasons why something was left out
+
+
+def register(commands: Any) -> None:
+    """Add the command to the subparsers of fp4kit."""
+    parser = commands.add_parser(
+        "selftest",
+        help="compare the GPU with the specification, in every bit",
+        description="Compare the operations on this machine's GPU with the specification, in every bit. "
+        "Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--quick", action="store_true", help="eight recipes and smaller tensors: less than 30 s on an H200")
+    parser.add_argument(
+        "--golden", metavar="DIR", help="recorded outputs to compare with (default: tests/golden of the checkout)"
+    )
+    parser.set_defaults(func=_selftest)
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    golden = _golden(args.golden)
+    try:
+        cupy = loader.cupy()
+        compiler = ".".join(map(str, loader.compiler_version()))
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    print(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
+    if golden is None:
+        print("no recorded outputs here (installed packages carry none): outputs are compared with the specification alone;")
+        print("with a checkout of fp4kit: --golden path/to/tests/golden")
+    return report(selftest.Engine(cupy), golden, args.quick)
+
+
+def _golden(path: str | None) -> GoldenSet | None:
+    if path is not None:
+        return GoldenSet.open(path)
+    try:
+        return GoldenSet.find()
+    except FileNotFoundError:
+        return None
+
+
+def report(engine: selftest.Engine, golden: GoldenSet | None, quick: bool) -> int:
+    """Run everything, print the table, and what differs or was left out; 1 if anything differs, else 0."""
+    start = time.perf_counter()
+    finished = run(selftest.plan(engine, golden, quick))
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console.print(table(finished))
+    wrong = [f for f in finished if f.failed]
+    _listing("differs", [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong])
+    _listing("left out", sorted({reason for f in finished for reason in f.outcome.skipped}))
+    values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
+    errors = sum(bool(f.error) for f in finished)
+    print(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
+    return 1 if wrong or not values else 0
+
+
+def run(tasks: list[selftest.Task]) -> list[selftest.Finished]:
+    """Run tasks with a bar on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("comparing", total=len(tasks))
+        finished = []
+        for f in selftest.run(tasks):
+            finished.append(f)
+            progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
+    return finished
+
+
+def table(finished: Iterable[selftest.Finished]) -> Table:
+    """One row per part: what was compared, how many values, how many differ; seconds are summed over threads."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("compared", "cases", "values", "differ", "left out", "seconds"):
+        result.add_column(column, justify="left" if column == "compared" else "right")
+    parts: dict[str, list[selftest.Finished]] = {}
+    for f in finished:
+        parts.setdefault(f.task.part, []).append(f)
+    for part, members in parts.items():
+        values, differing = (sum(getattr(f.outcome, name) for f in members) for name in ("values", "differing"))
+        left_out, seconds = sum(len(f.outcome.skipped) for f in members), sum(f.seconds for f in members)
+        result.add_row(part, str(len(members)), f"{values:,}", f"{differing:,}", str(left_out), f"{seconds:.1f}")
+    return result
+
+
+def _listing(title: str, lines: list[str]) -> None:
+    for line in lines[:_SHOWN]:
+        print(f"{title}: {line}")
+    if len(lines) > _SHOWN:
+        print(f"{title}: and {len(lines) - _SHOWN} more")

@@ -1,0 +1,65 @@
+// fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes nothing.
+#include "memory.cuh"
+
+constexpr int kThreads = 256, kRun = 16;
+
+struct Arguments {
+  const void* grad;   // count elements of the gradient's type, contiguous
+  const void* x;      // of x's type
+  const float* amax;  // one for every `covered` elements, in their order
+  void* out;          // of the gradient's type
+  i64 count, covered;
+};
+
+// Set the elements of a run that are not inside to +0.
+template <class In>
+FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < run.kWords; ++i) {
+    if constexpr (sizeof(typename In::Bits) == 4) {
+      run.w[i] = inside[i] ? run.w[i] : 0u;
+    } else {
+      run.w[i] &= (inside[2 * i] ? 0x0000FFFFu : 0u) | (inside[2 * i + 1] ? 0xFFFF0000u : 0u);
+    }
+  }
+}
+
+// Elements [first, last), one at a time, each with its own amax.
+template <class In, class GradIn>
+FP4KIT_DEVICE void clip_elements(const Arguments& a, i64 first, i64 last) {
+  i64 index = first / a.covered, next = (index + 1) * a.covered;
+  for (i64 i = first; i < last; ++i) {
+    if (i == next) {
+      ++index;
+      next += a.covered;
+    }
+    const bool inside = magnitude_of(In::widen(static_cast<const typename In::Bits*>(a.x)[i])) <= a.amax[index];
+    const typename GradIn::Bits grad = static_cast<const typename GradIn::Bits*>(a.grad)[i];
+    static_cast<typename GradIn::Bits*>(a.out)[i] = inside ? grad : typename GradIn::Bits{};
+  }
+}
+
+// kAligned: all arrays begin at multiples of 16 bytes.
+template <class In, class GradIn, bool kAligned>
+FP4KIT_DEVICE void clip_gradient(const Arguments& a, Grid grid) {
+  const i64 runs = (a.count + kRun - 1) / kRun;
+  const bool by_run = kAligned && (a.covered >= a.count || a.covered % kRun == 0);
+  const i64 covered_runs = a.covered >= a.count ? runs : a.covered / kRun;
+  for (i64 i = first_item(grid); i < runs; i += item_stride(grid)) {
+    const i64 first = i * kRun;
+    if (!by_run || first + kRun > a.count) {
+      clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
+      continue;
+    }
+    const auto x = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + first);
+    auto grad = read_run<GradIn, kRun>(static_cast<const typename GradIn::Bits*>(a.grad) + first);
+    const float amax = a.amax[covered_runs == runs ? 0 : quotient(i, covered_runs, runs)];
+    bool inside[kRun];
+#pragma unroll
+    for (int j = 0; j < kRun; ++j) inside[j] = magnitude_of(element(x, j)) <= amax;
+    mask_run<GradIn>(grad, inside);
+    store_words(static_cast<typename GradIn::Bits*>(a.out) + first, grad.w);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(Arguments a) { clip_gradient<Input, Gradient, kAligned>(a, whole_grid()); }

@@ -1,0 +1,151 @@
+// fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization, in one pass.
+//
+// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads kFakeUnroll runs before it uses the first.
+// Neighbouring threads share a block and find its amax together.
+#include "fake.cuh"
+#include "quantize.cuh"
+
+constexpr u32 kFakeUnroll = 4;
+
+// Elements of a run: more where 32 threads would not do for a block.
+template <class R, class In>
+constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>(sizeof(typename In::Bits))
+                             ? R::kBlock / 32
+                             : 16 / static_cast<int>(sizeof(typename In::Bits));
+
+// The scale of a block; `table` holds those of all codes where one tensor amax serves them.
+template <class R, class In>
+FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
+  using Rule = typename R::FakeRule;
+  if constexpr (Rule::kHasCodes) {
+    const u32 code = Rule::template code<R>(amax, tensor_amax);
+    return R::kHasTable ? table[code] : Rule::template scale_of<R>(code, tensor_amax);
+  } else {
+    return Rule::template scale<R, In>(amax, tensor_amax);
+  }
+}
+
+// Fill the table, with all threads of the block.
+template <class R>
+FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
+  using Rule = typename R::FakeRule;
+  if constexpr (Rule::kHasCodes && R::kHasTable) {
+    table[threadIdx.x] = Rule::template scale_of<R>(threadIdx.x, tensor_amax);
+    __syncthreads();
+  }
+}
+
+// Values of a few elements at x, to y.
+template <class R, class In>
+FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
+}
+
+// Values of a run whose largest magnitude has the bits `largest`, and which begins at element `first` of a.x.
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void write_run_values(const Arguments& a, i64 first, const Run<In, kRun>& run, u32 largest, FakeScale s) {
+  using Rule = typename R::FakeRule;
+  typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + first;
+  if (Rule::template is_plain<R>(largest, s)) {
+    float values[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) values[i] = Rule::template plain<R, In>(element(run, i), s);
+    store_run<In, kRun, kAligned>(y, values);
+  } else {
+    write_values<R, In>(static_cast<const typename In::Bits*>(a.x) + first, y, kRun, s);
+  }
+}
+
+// The bits of the amax of a block of which this thread holds a run. All threads of the warp call it.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
+  u32 amax = largest;
+  if (R::kAmaxNan != AmaxNan::propagate && largest > kInfinityBits) {
+    float x[kRun];
+    widen_run(run, x);
+    amax = bits_of(amax_of<R::kAmaxNan>(x));
+  }
+#pragma unroll
+  for (int distance = 1; distance < R::kBlock / kRun; distance *= 2)
+    amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, distance));
+  return amax;
+}
+
+// Blocks in a row, of 16 times a power of two elements, up to 512.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
+  constexpr int kRun = kFakeRun<R, In>;
+  constexpr u32 kSharers = R::kBlock / kRun, kStep = kThreads * kFakeUnroll;
+  __shared__ FakeScale table[R::kHasTable ? kThreads : 1];
+  const u32 row_runs = static_cast<u32>(a.columns / kRun), runs = static_cast<u32>(a.rows) * row_runs;
+  const float whole_amax = R::kTensorScaling == TensorScaling::tensor ? a.tensor_amax[0] : 1.0f;
+  make_scale_table<R>(table, whole_amax);
+  for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
+    Run<In, kRun> x[kFakeUnroll];
+#pragma unroll
+    for (u32 k = 0; k < kFakeUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x;
+      const typename In::Bits* at = static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun;
+      x[k] = run < runs ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
+    }
+#pragma unroll
+    for (u32 k = 0; k < kFakeUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x, block = run / kSharers;
+      const u32 largest = largest_bits_of(x[k]), found = amax_bits_of_block<R>(x[k], largest);
+      if (run >= runs) continue;
+      const float amax = R::kStatic && a.block_amax ? a.block_amax[block] : float_of(found);
+      float tensor_amax = whole_amax;
+      if constexpr (R::kTensorScaling == TensorScaling::row) tensor_amax = a.tensor_amax[run / row_runs];
+      if constexpr (R::kTensorScaling == TensorScaling::block) tensor_amax = a.tensor_amax ? a.tensor_amax[block] : amax;
+      const FakeScale s = fake_scale<R, In>(amax, tensor_amax, table);
+      write_run_values<R, In, kAligned>(a, static_cast<i64>(run) * kRun, x[k], largest, s);
+    }
+  }
+}
+
+// One scale for the tensor or for a row, any length: the last run of a row may be short.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
+  constexpr int kRun = kFakeRun<R, In>;
+  constexpr u32 kStep = kThreads * kFakeUnroll;
+  constexpr bool kByRow = R::kTensorScaling == TensorScaling::row;
+  const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
+  FakeScale s = kByRow ? FakeScale{} : fake_scale<R, In>(1.0f, a.tensor_amax[0], nullptr);
+  for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
+    Run<In, kRun> x[kFakeUnroll];
+    u32 rows[kFakeUnroll], columns[kFakeUnroll];  // of the run, counted in runs
+#pragma unroll
+    for (u32 k = 0; k < kFakeUnroll; ++k) {
+      const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1);
+      rows[k] = kByRow ? run / row_runs : 0u;
+      columns[k] = run - rows[k] * row_runs;
+      const i64 column = static_cast<i64>(columns[k]) * kRun;
+      const typename In::Bits* at = static_cast<const typename In::Bits*>(a.x) + rows[k] * a.columns + column;
+      x[k] = column + kRun <= a.columns ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
+    }
+#pragma unroll
+    for (u32 k = 0; k < kFakeUnroll; ++k) {
+      if (start + k * kThreads + threadIdx.x >= runs) break;
+      if (kByRow && (k == 0 || rows[k] != rows[k - 1])) s = fake_scale<R, In>(1.0f, a.tensor_amax[rows[k]], nullptr);
+      const i64 column = static_cast<i64>(columns[k]) * kRun, first = rows[k] * a.columns + column;
+      if (column + kRun <= a.columns) {
+        write_run_values<R, In, kAligned>(a, first, x[k], largest_bits_of(x[k]), s);
+      } else {
+        typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + first;
+        write_values<R, In>(static_cast<const typename In::Bits*>(a.x) + first, y, static_cast<int>(a.columns - column), s);
+      }
+    }
+  }
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void fake(const Arguments& a, Grid grid) {
+  if constexpr (R::kHasBlocks) {
+    fake_blocks<R, In, kAligned>(a, grid);
+  } else {
+    fake_plain<R, In, kAligned>(a, grid);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) fake_kernel(Arguments a) { fake<R, Input, kAligned>(a, whole_grid()); }

@@ -1,0 +1,63 @@
+"""Launchers of the producers' own fake quantizers (recipes with a fake_rule), and of the clip mask of their gradient."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS, address, grid
+from fp4kit.cuda.launch import QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.recipes import Recipe
+
+CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("count", "i8"), ("covered", "i8")])
+NARROWEST, WIDEST = 16, 512  # blocks of which the threads of a warp find the amax
+THREAD_BYTES = 64  # of x, which a thread loads at a time
+CLIP_RUN = 16  # elements of a thread that clips
+
+
+def takes_blocks(r: Recipe) -> bool:
+    """Whether the kernel takes the recipe's blocks: of one row, 16 elements times a power of two, up to 512; or none."""
+    rows, columns = r.block or (1, NARROWEST)
+    return rows == 1 and NARROWEST <= columns <= WIDEST and columns & (columns - 1) == 0
+
+
+@cache
+def _function(r: Recipe, dtype: np.dtype, whole: bool, device: int) -> Any:
+    source = instantiation("fake", recipe_struct(r, fake=True), Input=TYPES[dtype], kAligned=whole)
+    return loader.function(source, "fake_kernel", device)
+
+
+def fake_matrix(x: Any, r: Recipe, amax: Any, values: Any, block_amax: Any = None) -> None:
+    """Values of a contiguous matrix (M, K) by r.fake_rule, into values of x's shape and dtype.
+
+    amax: float32, one for the matrix, a row or a block, as r.tensor_scaling says. None where that is "none", and for "block",
+    where the kernel then takes the amax of each block itself. block_amax: float32, one a block; None for those of x.
+    """
+    rows, columns = rows_and_columns(x.shape, r)
+    call = _function(r, x.dtype, whole_runs(x, values, rows, columns), x.device.id)
+    given = {"x": x, "values": values, "tensor_amax": amax, "block_amax": block_amax}
+    arguments = np.array([(*(address(given.get(name)) for name in QUANTIZE_POINTERS), 0, rows, columns)], QUANTIZE)
+    work = rows * -(-columns * x.dtype.itemsize // THREAD_BYTES)
+    call((grid(-(-work // THREADS), x.device.id),), (THREADS,), (arguments,))
+
+
+@cache
+def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) -> Any:
+    source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole)
+    return loader.function(source, "clip_kernel", device)
+
+
+def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
+    """grad where |x| <= amax, else 0, into out. grad, x, out: contiguous, of one size; out of grad's dtype.
+
+    amax: float32; each covers as many neighbouring elements of x as the next, so its size divides that of x.
+    """
+    whole = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
+    call = _clip_function(x.dtype, grad.dtype, whole, x.device.id)
+    arguments = np.array([(*map(address, (grad, x, amax, out)), x.size, x.size // amax.size)], CLIP)
+    call((grid(-(-x.size // (CLIP_RUN * THREADS)), x.device.id),), (THREADS,), (arguments,))

@@ -1,0 +1,162 @@
+// Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the same.
+//
+// A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no step underflows
+// or overflows unseen (takes_short_way); the long way of quantize.cuh is right for every block, and slower.
+#pragma once
+
+#include "block.cuh"
+#include "pack.cuh"
+
+// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded.
+struct Factor {
+  float by, reciprocal;
+};
+
+template <class R, class In>
+struct ShortWay {
+  static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
+  static constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
+  static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
+  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
+  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo;
+  static constexpr bool kRounding = R::kRounding == Rounding::rn || kShrink;
+  // -0 that rounding to float16 made is not told from what was one before.
+  static constexpr bool kSigns = R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
+  static constexpr bool kExists = !R::Element::kIsInteger && !R::kStochastic && kRounding && kSigns;
+  static constexpr bool kPairs =
+      FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled && !R::kFake;
+  static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
+};
+
+// x / d, rn, from d's rounded reciprocal, where no step leaves the normal range: the last of two corrections is exact (Markstein).
+FP4KIT_DEVICE float quotient(float x, float d, float reciprocal) {
+  float q = x * reciprocal;
+  q = fma_rn(fma_rn(-d, q, x), reciprocal, q);
+  return fma_rn(fma_rn(-d, q, x), reciprocal, q);
+}
+
+template <class R, class In>
+FP4KIT_DEVICE Factor factor_of(u32 code, TensorScale t) {
+  const float by = R::BlockRule::template factor<R, In>(code, t);
+  if constexpr (R::kDivide) return {by, 1.0f / by};
+  return {by, by};
+}
+
+// Whether a block goes the short way. largest: float32 bits of its largest magnitude.
+template <class R, class In>
+FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
+  using Way = ShortWay<R, In>;
+  if (largest >= kInfinityBits) return false;
+  // |x| * by < 7 needs no clamp; NaN and infinity fail here too. The reciprocal's product is within 2^-22 of the quotient.
+  const float product = float_of(largest) * f.reciprocal;
+  if constexpr (!Way::kClamp && Way::kE2m1) {
+    if (!(product < 6.99f)) return false;
+  } else {
+    if (!is_finite(product) || !is_finite(f.by)) return false;
+  }
+  if constexpr (R::kDivide) {
+    if (!(f.by > 0x1p-90f && f.by < 0x1p90f)) return false;
+  }
+  if constexpr (R::kSign != Sign::signbit && Way::kHalf) {  // no product of an element underflows to a zero
+    constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
+    if (!(f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23))) return false;
+  }
+  if constexpr (R::kFlush && Way::kPairs) return f.by < 0x1p100f;  // pairs do not flush; below, no subnormal makes a code
+  return true;
+}
+
+// The element to encode, of magnitude |x| if kMagnitude, before NaN rules, which do not matter here.
+template <class R, class In>
+FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
+  float y;
+  if constexpr (R::kFlush) {
+    y = mul_ftz(x, f.by);
+  } else if constexpr (R::kDivide) {
+    y = quotient(x, f.by, f.reciprocal);
+  } else {
+    y = x * (ShortWay<R, In>::kShrink ? f.by * (1.0f - 0x1p-20f) : f.by);
+  }
+  if constexpr (R::kRoundScaled) y = round_to<In>(y);
+  return y;
+}
+
+// y with the sign that its code has.
+template <class R>
+FP4KIT_DEVICE float with_code_sign(float y) {
+  if constexpr (R::kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
+  if constexpr (R::kSign == Sign::not_positive) return -(0.0f - y);     // 0 -> -0
+  return y;
+}
+
+// The same of a pair of 16-bit elements, whose signs are their products' too.
+template <class R, class In>
+FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
+  if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
+  if constexpr (R::kSign == Sign::not_positive) return In::add_zero(pair ^ 0x80008000u) ^ 0x80008000u;
+  return pair;
+}
+
+// Magnitudes to encode, and the sign bits of eight codes: of elements 8 h ... 8 h + 7 of a run.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE u32 magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) a[i] = scaled_finite<R, In>(magnitude_of(element(run, first + i)), f);
+  if constexpr (ShortWay<R, In>::kHalf) {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pair_with_code_signs<R, In>(run.w[first / 2 + i]);
+    return nibble_signs_of_pairs(pairs);
+  } else {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = with_code_sign<R>(float_of(bits_of(a[i]) | (run.w[first + i] & 0x80000000u)));
+    return nibble_signs(y);
+  }
+}
+
+// Codes of a run, packed as store_codes packs them.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
+  using Way = ShortWay<R, In>;
+  if constexpr (Way::kPairs) {
+    const u32 half = bits_of(f.by) >> 16, factor = half | half << 16;
+    u32 signs[kRun / 2];
+#pragma unroll
+    for (int i = 0; i < kRun / 2; ++i) signs[i] = pair_with_code_signs<R, In>(run.w[i]);
+#pragma unroll
+    for (int i = 0; i < kRun / 8; ++i) words[i] = encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor);
+  } else if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
+#pragma unroll
+    for (int i = 0; i < kRun / 8; ++i) {
+      float a[8];
+      const u32 signs = magnitudes_x8<R, In>(run, f, 8 * i, a);
+      words[i] = encode_e2m1x8<Way::kClamp>(a, signs);
+    }
+  } else {
+    float y[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign<R>(scaled_finite<R, In>(element(run, i), f));
+#pragma unroll
+    for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i) words[i] = encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits);
+  }
+}
+
+// a >= 0 rounded to the values of a format, rn: adding 2^(e + 23 - M), e the exponent of a, drops the bits below.
+template <class F>
+FP4KIT_DEVICE float round_magnitude(float a) {
+  a = fminf(a, max_of<F>());
+  const u32 e = bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits;
+  const float magic = float_of(e) * static_cast<float>(1 << (23 - F::kMantissaBits));
+  return (a + magic) - magic;
+}
+
+// The values that a run's codes have, as the decode rule makes them of a block's scale.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, float scale, float (&values)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    const float y = scaled_finite<R, In>(element(run, i), f);
+    const float value = round_magnitude<typename R::Element>(magnitude_of(y));
+    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign<R>(y)) & 0x80000000u)), scale);
+  }
+}

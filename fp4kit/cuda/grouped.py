@@ -1,0 +1,152 @@
+"""Launchers of groups: one kernel over many tensors, prepared once and launched as often as needed. See grouped.cuh.
+
+A Launch holds the table of pointers on the device, and every array it points to; launching it does no work for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fp4kit.cuda import geometry, loader
+from fp4kit.cuda.fake import CLIP
+from fp4kit.cuda.geometry import THREADS, address, aligned
+from fp4kit.cuda.launch import AMAX, QUANTIZE, kind_of, rows_and_columns, transform_struct, whole_runs
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.recipes import Recipe
+
+_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
+_PART = np.dtype([("member", "u4"), ("index", "u4")])
+PARTS_PER_SM = 16  # pieces of work for each multiprocessor, where there is little work
+PART_ELEMENTS = 8192, 24576  # fewest and most elements of a piece, one to three turns of a thread block: H200, 2026-11-21
+
+
+class Matrix(NamedTuple):
+    """What a group quantizes of one matrix: the arguments of launch.quantize_matrix, except those that are the group's."""
+
+    x: Any
+    amax: Any = None
+    packed: Any = None
+    scales: Any = None
+    tensor_scale: Any = None
+    values: Any = None
+    block_amax: Any = None
+    random: Any = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that is ready: call it to make it, on the current stream of the current device."""
+
+    function: Any
+    grid: int
+    arguments: np.ndarray
+    held: tuple[Any, ...]  # the table, and the arrays it points to
+
+    def __call__(self) -> None:
+        self.function((self.grid,), (THREADS,), (self.arguments,))
+
+
+def parts_of(elements: np.ndarray, device: int) -> np.ndarray:
+    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without elements."""
+    share = int(elements.sum()) // (geometry.multiprocessors(device) * PARTS_PER_SM)
+    return np.maximum(-(-elements // int(np.clip(share, *PART_ELEMENTS))), 1)
+
+
+def table_of(arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray) -> np.ndarray:
+    """Members, then parts, as grouped.cuh declares them, in words of 8 bytes."""
+    members = np.zeros(len(arguments), [("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
+    members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
+    work = np.empty(int(parts.sum()), _PART)
+    work["member"] = np.repeat(np.arange(len(parts)), parts)
+    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
+
+
+def prepare_group(function: Any, arguments: np.ndarray, whole: ArrayLike, elements: np.ndarray, device: int, held: Any) -> Launch:
+    """The launch of a grouped kernel: arguments and alignment of each member, and elements, by which work is divided."""
+    parts = parts_of(elements, device)
+    table = loader.cupy().asarray(table_of(arguments, whole, parts))
+    total = int(parts.sum())
+    group = np.array([(table.data.ptr, len(arguments), total)], _GROUP)
+    return Launch(function, total, group, (table, held))
+
+
+@cache
+def _quantize_function(
+    r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
+) -> Any:
+    file = "grouped_fake" if fake and r.fake_rule is not None else f"grouped_{kind_of(r)}"
+    struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
+    return loader.function(instantiation(file, struct, Input=TYPES[dtype], kAligned=whole), f"{file}_kernel", device)
+
+
+def quantize_group(
+    matrices: Sequence[Matrix], r: Recipe, layout: str, *, seed: int | None = None, mask: int | None = None
+) -> Launch:
+    """The launch that does launch.quantize_matrix of each matrix, or fake.fake_matrix where the recipe has a fake_rule.
+
+    All of one dtype and one device; all with values, or none.
+
+    Matrices without elements are of shape (n, 0), where n is how many tensor scales they have.
+    """
+    first = matrices[0]
+    shapes = [rows_and_columns(m.x.shape, r) if m.x.size else m.x.shape for m in matrices]
+    whole = [whole_runs(m.x, m.values, *shape) for m, shape in zip(matrices, shapes, strict=True)]
+    arguments = np.zeros(len(matrices), QUANTIZE)
+    fields = {"amax": "tensor_amax"}
+    for name, column in zip(Matrix._fields, zip(*matrices, strict=True), strict=True):
+        arguments[fields.get(name, name)] = [address(a) for a in column]
+    arguments["seed"] = seed or 0
+    arguments["rows"], arguments["columns"] = zip(*shapes, strict=True)
+    stochastic = seed is not None or any(m.random is not None for m in matrices)
+    device = first.x.device.id
+    function = _quantize_function(r, first.x.dtype, all(whole), layout, first.values is not None, stochastic, mask, device)
+    return prepare_group(function, arguments, whole, np.array([m.x.size for m in matrices]), device, tuple(matrices))
+
+
+@cache
+def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
+    names: dict[str, str | bool] = {"Input": TYPES[dtype], "kCounted": f"AmaxInput::{counted}", "kAligned": whole}
+    return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
+
+
+def amax_group(xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None) -> Launch:
+    """The launch that writes what launch.amax gives of each array into its out, which must hold zeros if not by_row."""
+    shapes = [x.shape if by_row else (1, x.size) for x in xs]
+    whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
+    arguments = np.array([(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX)
+    device = xs[0].device.id
+    kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
+    function = _amax_function(kernel, xs[0].dtype, counted, all(whole), mask, device)
+    return prepare_group(function, arguments, whole, np.array([x.size for x in xs]), device, (tuple(xs), tuple(outs)))
+
+
+class Clip(NamedTuple):
+    """The arguments of fake.clip_gradient."""
+
+    grad: Any
+    x: Any
+    amax: Any
+    out: Any
+
+
+@cache
+def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) -> Any:
+    source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole)
+    return loader.function(source, "grouped_clip_kernel", device)
+
+
+def clip_group(clips: Sequence[Clip]) -> Launch:
+    """The launch that does fake.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one device."""
+    whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
+    arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
+    first = clips[0]
+    function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), first.x.device.id)
+    return prepare_group(function, arguments, whole, np.array([c.x.size for c in clips]), first.x.device.id, tuple(clips))

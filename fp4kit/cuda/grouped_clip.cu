@@ -1,0 +1,13 @@
+// clip.cu for a group of tensors. kAligned: whether all of them are.
+#include "grouped.cuh"
+#include "clip.cu"
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+    if (kAligned || aligned) {
+      clip_gradient<Input, Gradient, true>(a, grid);
+    } else {
+      clip_gradient<Input, Gradient, false>(a, grid);
+    }
+  });
+}

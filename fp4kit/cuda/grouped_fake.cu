@@ -1,0 +1,13 @@
+// fake.cu for a group of tensors. kAligned: whether all of them are.
+#include "grouped.cuh"
+#include "fake.cu"
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_fake_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+    if (kAligned || aligned) {
+      fake<R, Input, true>(a, grid);
+    } else {
+      fake<R, Input, false>(a, grid);
+    }
+  });
+}

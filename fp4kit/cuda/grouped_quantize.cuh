@@ -1,0 +1,16 @@
+// What the grouped quantize kernels share: tensors without elements, whose tensor scales have to be written all the same.
+#pragma once
+
+#include "grouped.cuh"
+#include "quantize.cuh"
+
+// Whether a tensor is empty: it has no columns then, and as many rows as tensor scales, which this writes.
+template <class R, class In>
+FP4KIT_DEVICE bool is_empty(const Arguments& a, Grid grid) {
+  if (a.columns != 0) return false;
+  if (!R::kFake && a.tensor_scale) {
+    for (i64 i = first_item(grid); i < a.rows; i += item_stride(grid))
+      a.tensor_scale[i] = R::TensorRule::template scale<R, In>(a.tensor_amax[i]).decode;
+  }
+  return true;
+}

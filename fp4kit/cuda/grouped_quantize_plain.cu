@@ -1,0 +1,14 @@
+// quantize_plain.cu for a group of tensors. kAligned: whether all of them are.
+#include "grouped_quantize.cuh"
+#include "quantize_plain.cu"
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_plain_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+    if (is_empty<R, Input>(a, grid)) return;
+    if (kAligned || aligned) {
+      quantize_plain<R, Input, true>(a, grid);
+    } else {
+      quantize_plain<R, Input, false>(a, grid);
+    }
+  });
+}

@@ -1,0 +1,71 @@
+// pack and unpack: 4-bit codes between one a byte and two a byte, the even one in the low nibble.
+#include "memory.cuh"
+
+constexpr int kThreads = 256, kInFlight = 4;
+
+struct Arguments {
+  const u8* in;
+  u8* out;
+  i64 bytes;  // of packed codes
+};
+
+// 16 codes, one a byte -> 8 bytes, two a byte. What is above a code's low nibble is dropped.
+FP4KIT_DEVICE u64 converted(const Chunk& codes) {
+  u32 pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 low = codes.w[i] & 0x0F0F0F0Fu;
+    pairs[i] = low | low >> 4;  // bytes 0 and 2 hold two codes each
+  }
+  return prmt(pairs[0], pairs[1], 0x6420u) | static_cast<u64>(prmt(pairs[2], pairs[3], 0x6420u)) << 32;
+}
+
+// 8 bytes, two codes a byte -> 16 codes, one a byte.
+FP4KIT_DEVICE Chunk converted(u64 packed) {
+  Chunk codes;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 twice = prmt(static_cast<u32>(packed >> (16 * i)), 0u, 0x1100u);  // bytes 0, 0, 1, 1
+    codes.w[i] = (twice & 0x000F000Fu) | (twice >> 4 & 0x0F000F00u);
+  }
+  return codes;
+}
+
+// Convert In to Out, several loads in flight a thread.
+template <class In, class Out>
+FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
+  const In* in = reinterpret_cast<const In*>(from);
+  Out* out = reinterpret_cast<Out*>(to);
+  const i64 stride = item_stride(grid);
+  for (i64 start = first_item(grid); start < count; start += kInFlight * stride) {
+    In held[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k)
+      if (start + k * stride < count) held[k] = in[start + k * stride];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k)
+      if (start + k * stride < count) out[start + k * stride] = converted(held[k]);
+  }
+}
+
+template <bool kAligned>
+FP4KIT_DEVICE void pack_codes(const Arguments& a, Grid grid) {
+  const i64 chunks = kAligned ? a.bytes / 8 : 0;
+  convert_all<Chunk, u64>(a.in, a.out, chunks, grid);
+  for (i64 i = 8 * chunks + first_item(grid); i < a.bytes; i += item_stride(grid))
+    a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
+}
+
+template <bool kAligned>
+FP4KIT_DEVICE void unpack_codes(const Arguments& a, Grid grid) {
+  const i64 chunks = kAligned ? a.bytes / 8 : 0;
+  convert_all<u64, Chunk>(a.in, a.out, chunks, grid);
+  for (i64 i = 8 * chunks + first_item(grid); i < a.bytes; i += item_stride(grid)) {
+    a.out[2 * i] = a.in[i] & 15;
+    a.out[2 * i + 1] = a.in[i] >> 4;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(Arguments a) { pack_codes<kAligned>(a, whole_grid()); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(Arguments a) { unpack_codes<kAligned>(a, whole_grid()); }

@@ -1,0 +1,111 @@
+// What the partial kernels share: reading runs of a flat shard of a matrix at any alignment, and storing the owned codes of a run.
+//
+// A shard holds elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is cut at runs of the
+// matrix, so a run has 8 or 16 whole bytes of codes; where the shard begins or ends inside a run, it owns a part of it.
+#pragma once
+
+#include "memory.cuh"
+
+constexpr int kRun = 16;
+
+template <class In>
+struct Shard {
+  using Bits = typename In::Bits;
+  static constexpr i64 kPerChunk = 16 / sizeof(Bits);
+
+  const Bits* values;
+  i64 start, end;
+  u32 shift;           // bytes from a multiple of 16 to each run: the same for all runs of the matrix
+  i64 first, last;     // elements between which whole runs may be read 16 bytes at a time, with what lies beside them
+};
+
+template <class In>
+FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
+  using Bits = typename In::Bits;
+  const u32 shift = static_cast<u32>(reinterpret_cast<u64>(values) - static_cast<u64>(start) * sizeof(Bits)) & 15u;
+  const i64 margin = shift ? Shard<In>::kPerChunk : 0;
+  return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
+}
+
+// The run that begins kWords words, and half a word if shift says so, into w.
+template <int kWords, class In, int kCount>
+FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
+#pragma unroll
+  for (int i = 0; i < run.kWords; ++i)
+    run.w[i] = run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
+}
+
+// The run at element p >= first with p + kRun <= last. kAligned: shift is 0. Otherwise one chunk more is read, and the words move down.
+template <bool kAligned, class In>
+FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
+  const typename In::Bits* x = s.values + (p - s.start);
+  if constexpr (kAligned) {
+    return read_run<In, kRun>(x);
+  } else {
+    Run<In, kRun> run;
+    u32 w[run.kWords + 4];
+    const Chunk* chunks = reinterpret_cast<const Chunk*>(reinterpret_cast<const char*>(x) - s.shift);
+#pragma unroll
+    for (int c = 0; c <= run.kWords / 4; ++c) {
+      const Chunk chunk = chunks[c];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[4 * c + i] = chunk.w[i];
+    }
+    switch (s.shift / 4u) {  // the same for all threads
+      case 0u: move_down<0>(w, s.shift, run); break;
+      case 1u: move_down<1>(w, s.shift, run); break;
+      case 2u: move_down<2>(w, s.shift, run); break;
+      default: move_down<3>(w, s.shift, run);
+    }
+    return run;
+  }
+}
+
+// The owned elements of the run at element p, zeros for the others.
+template <class In>
+FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
+  Run<In, kRun> run = {};
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    if (p + i < s.start || p + i >= s.end) continue;
+    const typename In::Bits x = s.values[p + i - s.start];
+    if constexpr (run.kPerWord == 1) {
+      run.w[i] = bits_of(x);
+    } else {
+      run.w[i / 2] |= static_cast<u32>(x) << (16 * (i % 2));
+    }
+  }
+  return run;
+}
+
+// Numbers from first on, `count` of them.
+struct Range {
+  u32 first, count;
+  FP4KIT_DEVICE_MEMBER bool has(u32 i) const { return i - first < count; }
+};
+
+// The runs that lie in elements [first, last), last > 0 or not. Matrices have less than 2^31 runs.
+FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
+  const i64 begin = (first + kRun - 1) / kRun, end = maximum<i64>(last, 0) / kRun;
+  return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};
+}
+
+// The lowest n bits, 0 <= n <= 32.
+FP4KIT_DEVICE u32 low_bits(int n) { return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u; }
+
+// Store codes from ... to - 1 of a run at out, where it is not all of a shard's, and touch no bit of another. Words are changed by atomics
+// alone, and in their own bits alone: whoever owns the other codes of a word may do the same at the same time.
+template <int kWords>
+FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
+  constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    const int begin = static_cast<int>(minimum<i64>(maximum<i64>(from - i * kPerWord, 0), kPerWord));
+    const int end = static_cast<int>(minimum<i64>(maximum<i64>(to - i * kPerWord, begin), kPerWord));
+    const u32 mine = low_bits(kBits * end) & ~low_bits(kBits * begin);
+    if (mine == 0u) continue;
+    u32* word = reinterpret_cast<u32*>(out) + i;
+    atomicAnd(word, ~mine);
+    atomicOr(word, words[i] & mine);
+  }
+}

@@ -1,0 +1,98 @@
+// partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row by row.
+#include "block.cuh"
+#include "grouped.cuh"
+#include "partial.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const void* values;  // elements [start, end) of the flattened matrix
+  u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
+  u32* tensor_amax;    // the same, at tensor_at (null: not wanted)
+  i64 start, end;
+  i64 rows, columns;   // of the matrix
+  i64 block_at, tensor_at;
+};
+
+// What a thread has found: in its block, and in all of its blocks as the tensor's scale counts it.
+struct Largest { float block, tensor; };
+
+// One row of a block, from element p on. kWhole: all of it may be read 16 bytes at a time.
+template <class R, class In, bool kWhole, bool kAligned>
+FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
+  constexpr AmaxNan kNan = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;
+  BlockAmax<R::kAmaxNan> row;
+#pragma unroll
+  for (int start = 0; start < R::kBlock; start += kRun) {
+    float x[kRun];
+    if constexpr (kWhole) {
+      widen_run(read_whole<kAligned>(s, p + start), x);
+    } else {
+      widen_run(read_owned(s, p + start), x);
+    }
+    row.add(x);
+    if constexpr (R::kAmaxNan == AmaxNan::lanes) {  // the tensor's is that of finite elements
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) found.tensor = fmaxf(found.tensor, is_finite(x[i]) ? magnitude_of(x[i]) : 0.0f);
+    }
+  }
+  found.block = larger<kNan>(found.block, row.result());
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
+  const i64 end = p + (rows - 1) * columns + R::kBlock;
+  if (p >= s.first && end <= s.last && rows == R::kBlockRows) {
+#pragma unroll 4
+    for (int r = 0; r < R::kBlockRows; ++r) read_row<R, In, true, kAligned>(found, s, p + r * columns);
+  } else {
+    for (i64 r = 0; r < rows; ++r) read_row<R, In, false, kAligned>(found, s, p + r * columns);
+  }
+}
+
+FP4KIT_DEVICE u32 largest_of_warp(u32 mine) {
+  for (u32 distance = 16; distance > 0; distance /= 2) mine = maximum(mine, __shfl_xor_sync(0xFFFFFFFFu, mine, distance));
+  return mine;
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float amax_of_blocks(const Arguments& a, const Shard<In>& s, Grid grid) {
+  constexpr i64 kRows = R::kBlockRows;
+  const i64 wide = a.columns / R::kBlock;
+  const i64 first = kRows == 1 ? a.start / R::kBlock : a.start / a.columns / kRows * wide;
+  const i64 last = kRows == 1 ? (a.end + R::kBlock - 1) / R::kBlock
+                              : ((a.end + a.columns - 1) / a.columns + kRows - 1) / kRows * wide;
+  Largest found = {};
+  for (i64 i = first + first_item(grid); i < last; i += item_stride(grid)) {
+    const i64 block_row = kRows == 1 ? 0 : quotient(i, wide, last), row = block_row * kRows;
+    const i64 p = kRows == 1 ? i * R::kBlock : row * a.columns + (i - block_row * wide) * R::kBlock;
+    const i64 rows = kRows == 1 ? 1 : minimum(kRows, a.rows - row);
+    found.block = 0.0f;
+    read_block<R, In, kAligned>(found, s, p, a.columns, rows);
+    if constexpr (R::kAmaxNan != AmaxNan::lanes) found.tensor = float_of(maximum(bits_of(found.tensor), bits_of(found.block)));
+    const bool owned = p >= a.start && p + (rows - 1) * a.columns + R::kBlock <= a.end;
+    u32* out = a.block_amax + a.block_at + i;
+    if (owned) {
+      *out = bits_of(found.block);
+    } else {
+      atomicMax(out, bits_of(found.block));  // another shard may own the rest
+    }
+  }
+  return found.tensor;
+}
+
+template <class R, class In>
+FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
+  if (a.start >= a.end) return;
+  const Shard<In> s = shard_of<In>(a.values, a.start, a.end);
+  const float amax = s.shift == 0u ? amax_of_blocks<R, In, true>(a, s, grid) : amax_of_blocks<R, In, false>(a, s, grid);
+  if (!a.tensor_amax) return;
+  const u32 largest = largest_of_warp(bits_of(amax));
+  if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) { partial_amax<R, Input>(a, whole_grid()); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
+}

@@ -1,0 +1,93 @@
+// partial_cast: codes of the elements that a shard owns, and of no other, into a matrix. A thread takes a run of the matrix.
+#include "finite.cuh"
+#include "grouped.cuh"
+#include "partial.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const void* values;    // elements [start, end) of the flattened matrix
+  u8* packed;            // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
+  const float* factors;  // of all blocks, at factor_at; what partial_scales makes of their amaxes
+  i64 start, end;
+  i64 columns;           // of the matrix
+  i64 run_at, factor_at;
+};
+
+// Codes of a run, packed. Finite elements take the short way where there is one.
+template <class R, class In>
+FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
+  constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+  const Factor factor = {by, R::kDivide ? 1.0f / by : by};
+  if constexpr (ShortWay<R, In>::kExists) {
+    if (takes_short_way<R, In>(largest_bits_of(run), factor)) {
+      encode_finite<R, In>(run, factor, words);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRun / kPerWord; ++i) {
+    words[i] = 0u;
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j)
+      words[i] |= encode_element<R>(scaled_element<R, In>(element(run, i * kPerWord + j), by)) << (kBits * j);
+  }
+}
+
+// A walk over the runs of a matrix, `stride` at a time: the block of each, blocks being numbered row by row.
+template <class R>
+struct Walk {
+  static constexpr u32 kRuns = R::kBlock / kRun;
+  u32 runs, row, column;  // runs of a row; where the walk is
+  u32 rows_on, columns_on;
+
+  FP4KIT_DEVICE Walk from(u32 run, u32 runs, u32 stride) {
+    if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
+    return {runs, run / runs, run % runs, stride / runs, stride % runs};
+  }
+  FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
+  FP4KIT_DEVICE_MEMBER void advance() {
+    row += rows_on;
+    column += columns_on;
+    if (R::kBlockRows == 1 || column < runs) return;
+    column -= runs;
+    ++row;
+  }
+};
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) {
+  const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
+  const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
+  u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
+  Walk<R> walk = Walk<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
+  for (; i < last; i += stride, walk.advance()) {
+    const i64 p = static_cast<i64>(i) * kRun;
+    const Run<In, kRun> run = safe.has(i) ? read_whole<kAligned>(s, p) : read_owned(s, p);
+    u32 words[kRun * R::Element::kStoredBits / 32];
+    encode_run<R, In>(run, a.factors[a.factor_at + walk.block()], words);
+    u8* out = a.packed + (a.run_at + i) * sizeof words;
+    if (whole.has(i)) {
+      store_words(out, words);
+    } else {
+      store_owned(out, words, a.start - p, a.end - p);
+    }
+  }
+}
+
+template <class R, class In>
+FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
+  if (a.start >= a.end) return;
+  const Shard<In> s = shard_of<In>(a.values, a.start, a.end);
+  if (s.shift == 0u) {
+    cast_runs<R, In, true>(a, s, grid);
+  } else {
+    cast_runs<R, In, false>(a, s, grid);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) { partial_cast<R, Input>(a, whole_grid()); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
+}

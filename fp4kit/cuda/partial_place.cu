@@ -1,0 +1,44 @@
+// partial_place: codes that other processes cast, from the gathered messages into the matrices; of each shard the owned codes alone.
+// A thread takes a run. R is any recipe of the same element size.
+#include "grouped.cuh"
+#include "partial.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const u8* from;       // run i of the matrix is at place from_at + i
+  u8* to;               // and goes to place to_at + i
+  i64 start, end;       // elements of the matrix that the sender owns
+  i64 from_at, to_at;
+};
+
+template <int kWords>
+FP4KIT_DEVICE void partial_place(const Arguments& a, Grid grid) {
+  const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
+  const Range whole = whole_runs(a.start, a.end);
+  for (u32 i = static_cast<u32>(a.start / kRun + first_item(grid)); i < last; i += stride) {
+    u32 words[kWords];
+    const u64* from = reinterpret_cast<const u64*>(a.from + (a.from_at + i) * sizeof words);
+#pragma unroll
+    for (int j = 0; j < kWords; j += 2) {
+      const u64 pair = from[j / 2];
+      words[j] = static_cast<u32>(pair);
+      words[j + 1] = static_cast<u32>(pair >> 32);
+    }
+    u8* out = a.to + (a.to_at + i) * sizeof words;
+    const i64 p = static_cast<i64>(i) * kRun;
+    if (whole.has(i)) {
+      store_words(out, words);
+    } else {
+      store_owned(out, words, a.start - p, a.end - p);
+    }
+  }
+}
+
+constexpr int kWords = kRun * R::Element::kStoredBits / 32;
+
+extern "C" __global__ void __launch_bounds__(kThreads) partial_place_kernel(Arguments a) { partial_place<kWords>(a, whole_grid()); }
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_place_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });
+}

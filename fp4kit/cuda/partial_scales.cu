@@ -1,0 +1,47 @@
+// partial_scales: from the amaxes of a whole matrix to its tensor scale, its block scales and the factors that elements meet.
+// A thread takes a block; the scale of a block of several rows is written once a row, in rows of columns / kBlock bytes.
+#include "block.cuh"
+#include "grouped.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const float* block_amax;   // at block_at
+  const float* tensor_amax;  // at tensor_at (null without a tensor scale)
+  float* factors;            // one a block, at factor_at
+  u8* scales;                // rows x columns / kBlock, at scale_at (null: not wanted)
+  float* tensor_scale;       // the decode scale, at tensor_at (null: not wanted)
+  i64 rows, columns;         // of the matrix
+  i64 block_at, factor_at, scale_at, tensor_at;
+};
+
+template <class R, class In>
+FP4KIT_DEVICE void partial_scales(const Arguments& a, Grid grid) {
+  const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax ? a.tensor_amax + a.tensor_at : nullptr, 0, 0, wide);
+  if (a.tensor_scale && first_item(grid) == 0) a.tensor_scale[a.tensor_at] = t.decode;
+  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
+    const float amax = a.block_amax[a.block_at + i];
+    const u32 code = R::BlockRule::template code<R, In>(amax, t);
+    float factor = R::BlockRule::template factor<R, In>(code, t);
+    if constexpr (R::kZeroFactor) factor = magnitude_of(amax) < kFltMin ? 0.0f : factor;  // FlashInfer
+    a.factors[a.factor_at + i] = factor;
+    if (!a.scales) continue;
+    if constexpr (R::kBlockRows == 1) {
+      a.scales[a.scale_at + i] = static_cast<u8>(code);
+    } else {
+      const i64 block_row = quotient(i, wide, count), row = block_row * R::kBlockRows;
+      u8* out = a.scales + a.scale_at + row * wide + (i - block_row * wide);
+      const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - row));
+      for (int r = 0; r < rows; ++r) out[r * wide] = static_cast<u8>(code);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(Arguments a) {
+  partial_scales<R, Input>(a, whole_grid());
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_scales_kernel(Group<Arguments> group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
+}

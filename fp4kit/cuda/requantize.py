@@ -1,0 +1,58 @@
+"""Launchers of requantize: codes kept under other scales, where those can be, and the count of values that changed."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS, address, grid
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.recipes import Recipe
+
+_POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
+_KEEP = np.dtype([(name, "u8") for name in _POINTERS] + [("blocks", "i8"), ("source_block", "i8")])
+_CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("count", "i8")])
+
+
+@cache
+def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
+    source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
+    return loader.function(source, kernel, device)
+
+
+def keep_codes(
+    source: Any,
+    source_scales: Any,
+    r: Recipe,
+    target: Recipe,
+    dtype: np.dtype,
+    packed: Any,
+    scales: Any,
+    tensor_scale: Any,
+    tensor_amax: Any,
+) -> None:
+    """Overwrite the four arrays of a result with what keeps the codes of the source, if every value can be kept so; else nothing.
+
+    source, source_scales: contiguous codes and linear E8M0 scales of r, aligned to 8 bytes. dtype: of what was quantized.
+    """
+    device = source.device.id
+    extent = loader.cupy().zeros(3, np.uint32)
+    arrays = (source, source_scales, extent, packed, scales, tensor_scale, tensor_amax)
+    arguments = np.array([(*map(address, arrays), source_scales.size, r.block_size)], _KEEP)
+    for kernel in ("exponents_kernel", "keep_kernel"):
+        call = _keep_function(kernel, target, dtype, r.decode_rule == "e8m0_flashinfer_host", device)
+        call((grid(-(-source_scales.size // THREADS), device),), (THREADS,), (arguments,))
+
+
+def count_changed(x: Any, y: Any) -> Any:
+    """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their device."""
+    changed = loader.cupy().zeros((), np.int64)
+    if x.size:
+        call = loader.function(instantiation("requantize_changed"), "changed_kernel", x.device.id)
+        arguments = np.array([(*map(address, (x, y, changed)), x.size)], _CHANGED)
+        call((grid(-(-x.size // (4 * THREADS)), x.device.id),), (THREADS,), (arguments,))
+    return changed

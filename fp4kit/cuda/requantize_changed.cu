@@ -1,0 +1,27 @@
+// How many float32 values two arrays do not share: other bits, unless both are NaN.
+#include "types.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const u32* x;
+  const u32* y;
+  u64* changed;  // added to
+  i64 count;
+};
+
+FP4KIT_DEVICE u32 count_changed(const Arguments& a, Grid grid) {
+  u32 changed = 0u;
+  for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
+    const u32 x = a.x[i], y = a.y[i];
+    changed += x != y && !(is_nan(float_of(x)) && is_nan(float_of(y)));
+  }
+  return changed;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) changed_kernel(Arguments a) {
+  u32 changed = count_changed(a, whole_grid());
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);
+  if (threadIdx.x % 32 == 0 && changed != 0u) atomicAdd(a.changed, static_cast<u64>(changed));
+}

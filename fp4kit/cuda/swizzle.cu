@@ -1,0 +1,93 @@
+// swizzle and unswizzle: the block scales of a stack of matrices from layout kFrom to kTo, padding zero.
+//
+// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in 8x4. So four of them
+// hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no instruction.
+#include "layout.cuh"
+#include "memory.cuh"
+
+constexpr int kThreads = 256;
+
+struct Arguments {
+  const u8* in;
+  u8* out;
+  i64 matrices, rows, columns;  // linear shape: of the scales without padding
+};
+
+constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
+
+// Addresses of four chunks of 16 bytes in each layout: rows of the linear one, tiles of the swizzled one.
+template <ScaleLayout kTiled>
+FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
+  constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // between the four rows
+  const i64 first = kStep == 1 ? 4 * quad : quad / 32 * 128 + quad % 32;
+  Chunk read[4], written[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const i64 row = first + i * kStep;
+    if (!kFromLinear) {
+      read[i] = *reinterpret_cast<const Chunk*>(in + scale_offset<kTiled>(first, column + 4 * i, columns));
+    } else if (row < rows) {
+      read[i] = *reinterpret_cast<const Chunk*>(in + row * columns + column);
+    } else {
+      read[i] = Chunk{};
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) written[i].w[j] = read[j].w[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const i64 row = first + i * kStep;
+    if (kFromLinear) {
+      *reinterpret_cast<Chunk*>(out + scale_offset<kTiled>(first, column + 4 * i, columns)) = written[i];
+    } else if (row < rows) {
+      *reinterpret_cast<Chunk*>(out + row * columns + column) = written[i];
+    }
+  }
+}
+
+// Columns are a multiple of 16, pointers too. A thread block takes kHigh quads by kWide columns: whole tiles of 128x4, whole lines of the
+// linear layout; a warp takes kLow chunks of a line, so that it reads and writes whole sectors.
+template <ScaleLayout kTiled>
+FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
+  constexpr int kLow = 4, kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 2, kWide = kThreads / kHigh * 16;
+  const i64 quads = padded_rows<kTiled>(a.rows) / 4, tall = (quads + kHigh - 1) / kHigh, wide = (a.columns + kWide - 1) / kWide;
+  const i64 linear = a.rows * a.columns, tiled = 4 * quads * a.columns, items = a.matrices * tall * wide;
+  const int low = threadIdx.x % kLow, high = threadIdx.x / kLow % kHigh, chunk = threadIdx.x / (kLow * kHigh) * kLow + low;
+  for (i64 item = grid.block; item < items; item += grid.blocks) {
+    const i64 stripe = quotient(item, wide, items), matrix = quotient(stripe, tall, items);
+    const i64 quad = (stripe - matrix * tall) * kHigh + high, column = (item - stripe * wide) * kWide + 16 * chunk;
+    if (quad >= quads || column >= a.columns) continue;
+    const u8* in = a.in + matrix * (kFromLinear ? linear : tiled);
+    move_quad<kTiled>(in, a.out + matrix * (kFromLinear ? tiled : linear), quad, column, a.rows, a.columns);
+  }
+}
+
+// Any columns and addresses, and from one swizzled layout to the other: four bytes a thread, one by one.
+template <ScaleLayout kSource, ScaleLayout kTarget>
+FP4KIT_DEVICE void swizzle_bytes(const Arguments& a, Grid grid) {
+  const i64 tall = padded_rows<kTarget>(a.rows), wide = (a.columns + 3) / 4, count = a.matrices * tall * wide;
+  const i64 source = scale_bytes<kSource>(a.rows, a.columns), target = scale_bytes<kTarget>(a.rows, a.columns);
+  for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
+    const i64 stripe = quotient(i, wide, count), matrix = quotient(stripe, tall, count);
+    const i64 row = stripe - matrix * tall, column = 4 * (i - stripe * wide);
+    const u8* in = a.in + matrix * source;
+    u8* out = a.out + matrix * target;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const bool inside = row < a.rows && column + k < a.columns;
+      const u8 scale = inside ? in[scale_offset<kSource>(row, column + k, a.columns)] : 0;
+      if (inside || kTarget != ScaleLayout::linear) out[scale_offset<kTarget>(row, column + k, a.columns)] = scale;
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(Arguments a) {
+  if constexpr (kQuads) {
+    swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());
+  } else {
+    swizzle_bytes<kFrom, kTo>(a, whole_grid());
+  }
+}

@@ -1,0 +1,33 @@
+"""Launcher of swizzle and unswizzle: block scales between layouts, on the current stream."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, aligned, grid
+from fp4kit.cuda.stub import instantiation
+
+_ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows", "i8"), ("columns", "i8")])
+
+
+def source(layout: str, target: str, quads: bool = True) -> str:
+    """Instantiation from a layout to another; quads: by 16 bytes of four rows, which one of the two being linear allows."""
+    return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
+
+
+@cache
+def _function(layout: str, target: str, quads: bool, device: int) -> Any:
+    return loader.function(source(layout, target, quads), "swizzle_kernel", device)
+
+
+def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
+    """Contiguous scales in a layout into out in layout `target`, another one; shape: the linear one, (B, R, C)."""
+    device = out.device.id
+    quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
+    call = _function(layout, target, quads, device)
+    blocks = -(-out.size // (THREADS * (64 if quads else 4)))
+    call((grid(blocks, device, UNLIMITED),), (THREADS,), (np.array([(scales.data.ptr, out.data.ptr, *shape)], _ARGUMENTS),))

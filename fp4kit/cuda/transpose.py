@@ -1,0 +1,56 @@
+"""Launcher of transpose: codes and block scales of stacked matrices in one launch, on the current stream."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, address, aligned, grid
+from fp4kit.cuda.stub import instantiation
+from fp4kit.recipes import Recipe
+
+_POINTERS = ("codes", "scales", "codes_out", "scales_out")
+ARGUMENTS = np.dtype([(name, "u8") for name in _POINTERS] + [(name, "i8") for name in ("matrices", "rows", "columns")])
+_TILE = (256, 128)  # rows, and bytes of codes, that a thread block transposes at a time: transpose_codes.cuh
+BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
+
+
+def source(bits: int, block: int, layout: str, whole: bool = True, run: int = 16, file: str = "transpose") -> str:
+    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; run: bytes of scales written at a time."""
+    struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}, kRun = {run}; "
+    struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; }};"
+    return instantiation(file, struct, kAligned=whole)
+
+
+@cache
+def _function(bits: int, block: int, layout: str, whole: bool, run: int, device: int) -> Any:
+    return loader.function(source(bits, block, layout, whole, run), "transpose_kernel", device)
+
+
+def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
+    """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
+    bits, device = 4 if r.is_packed else 8, out.device.id
+    whole, run = moves(codes, scales, r, layout, out, scales_out, shape)
+    call = _function(bits, r.block_size, layout, whole, run, device)
+    arguments = np.array([(*map(address, (codes, scales, out, scales_out)), *shape)], ARGUMENTS)
+    call((grid(_tiles(*shape, bits), device, UNLIMITED),), (THREADS,), (arguments,))
+
+
+def moves(
+    codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
+) -> tuple[bool, int]:
+    """Whether codes move by 16 bytes, and the bytes of scales that can be written at a time: 1, 4, 8 or 16."""
+    _, M, K = shape
+    bits = 4 if r.is_packed else 8
+    whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
+    bytes_per_row = 16 if layout != "linear" else M // r.block_size
+    runs = (run for run in (16, 8, 4) if bytes_per_row % run == 0 and aligned(scales_out, 16))
+    return whole, next(runs, 1)
+
+
+def _tiles(B: int, M: int, K: int, bits: int) -> int:
+    rows, line = _TILE
+    return B * -(-M // rows) * -(-K // (line * 8 // bits))

@@ -1,0 +1,124 @@
+// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows / 2); 8-bit codes
+// (rows, columns) -> (columns, rows).
+//
+// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight, transposes squares of
+// codes in registers, and puts the words into the transposed tile in shared memory, from where whole lines are written.
+#pragma once
+
+#include "memory.cuh"
+
+// Byte c of word r -> byte r of word c.
+FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 a = w[i], b = w[i + 2];
+    w[i] = prmt(a, b, 0x5410u);
+    w[i + 2] = prmt(a, b, 0x7632u);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 a = w[i], b = w[i + 1];
+    w[i] = prmt(a, b, 0x6240u);
+    w[i + 1] = prmt(a, b, 0x7351u);
+  }
+}
+
+// Nibble c of word r -> nibble r of word c.
+FP4KIT_DEVICE void transpose_square(u32 (&w)[8]) {
+  u32 even[4], odd[4];  // rows; after their bytes are transposed, word c has nibbles 2 c and 2 c + 1 of each
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    even[i] = w[2 * i];
+    odd[i] = w[2 * i + 1];
+  }
+  transpose_square(even);
+  transpose_square(odd);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    w[2 * i] = (even[i] & 0x0F0F0F0Fu) | (odd[i] << 4 & 0xF0F0F0F0u);
+    w[2 * i + 1] = (even[i] >> 4 & 0x0F0F0F0Fu) | (odd[i] & 0xF0F0F0F0u);
+  }
+}
+
+// The first `count` of 16 bytes; the others are zero. kAligned: count is 16, or not positive.
+template <bool kAligned>
+FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
+  Chunk chunk{};
+  if constexpr (kAligned) {
+    if (count > 0) chunk = *reinterpret_cast<const Chunk*>(from);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < count) chunk.w[i / 4] |= static_cast<u32>(from[i]) << (8 * (i % 4));
+  }
+  return chunk;
+}
+
+template <bool kAligned>
+FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
+  if constexpr (kAligned) {
+    if (count > 0) *reinterpret_cast<Chunk*>(to) = chunk;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < count) to[i] = static_cast<u8>(chunk.w[i / 4] >> (8 * (i % 4)));
+  }
+}
+
+struct CodeMatrix {
+  const u8* in;
+  u8* out;
+  i64 rows, columns;  // of codes
+};
+
+// A tile and its transpose, by 256 threads; lines in chunks of 16 bytes.
+template <int kBits>
+struct CodeTile {
+  static constexpr int kThreads = 256, kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
+  static constexpr int kChunks = kRows * kLine;
+  static constexpr int kCodes = 32 / kBits;  // of a word: a square is kCodes words
+  static constexpr int kSquares = 8 / kCodes;  // that a thread has, one below the other, of each of its 4 words
+
+  // Chunk of a line of the transpose. They are exchanged so that neither words put into it nor chunks taken out share a bank.
+  FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) { return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))]; }
+};
+
+// The codes from (row, column) on into the tile.
+template <int kBits, bool kAligned>
+FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
+  using T = CodeTile<kBits>;
+  const int chunk = threadIdx.x % T::kLine, group = threadIdx.x / T::kLine;
+  const i64 first = row + group * 8, bytes = a.columns * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
+  const int lines = static_cast<int>(minimum<i64>(a.rows - first, 8)), count = static_cast<int>(minimum<i64>(bytes - byte, 16));
+  const u8* from = a.in + first * bytes + byte;
+  Chunk rows[8];
+#pragma unroll
+  for (int r = 0; r < 8; ++r, from += bytes) rows[r] = load_chunk<kAligned>(from, r < lines ? count : 0);
+#pragma unroll
+  for (int s = 0; s < T::kSquares; ++s) {
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      u32 square[T::kCodes];
+#pragma unroll
+      for (int r = 0; r < T::kCodes; ++r) square[r] = rows[s * T::kCodes + r].w[w];
+      transpose_square(square);
+      const int word = group * T::kSquares + s;
+#pragma unroll
+      for (int r = 0; r < T::kCodes; ++r) T::chunk(tile, (4 * chunk + w) * T::kCodes + r, word / 4).w[word % 4] = square[r];
+    }
+  }
+}
+
+// The tile to (row, column) of the output.
+template <int kBits, bool kAligned>
+FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
+  using T = CodeTile<kBits>;
+  constexpr int kStep = T::kThreads / T::kOutLine;  // lines written at a time
+  const int chunk = threadIdx.x % T::kOutLine, line = threadIdx.x / T::kOutLine;
+  const i64 first = row + line, bytes = a.rows * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
+  const int lines = static_cast<int>(minimum<i64>(a.columns - first, T::kColumns)), count = static_cast<int>(minimum<i64>(bytes - byte, 16));
+  u8* to = a.out + first * bytes + byte;
+#pragma unroll
+  for (int r = 0; r < T::kColumns; r += kStep, to += kStep * bytes)
+    store_chunk<kAligned>(to, r < lines ? count : 0, T::chunk(tile, line + r, chunk));
+}

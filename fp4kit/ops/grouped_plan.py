@@ -1,0 +1,247 @@
+"""GroupedPlan: grouped operations that are prepared once and run in every step."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.ops import check, quantize
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward, prepare_backward
+from fp4kit.ops.grouped_clip import ClipGroup
+from fp4kit.ops.grouped_on_device import Group, cut
+from fp4kit.ops.prepare import Prepared, import_arrays, is_array, prepare
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+
+
+class Given(NamedTuple):
+    """A sequence of N, or an array of N, as the caller gave it, and what it held when the plan was made."""
+
+    value: Any
+    entries: list[Any]
+    tensors: list[Any]  # those of PyTorch, whose memory can be exchanged
+    addresses: list[int]
+
+    @classmethod
+    def of(cls, value: Any) -> Given:
+        """What a sequence or array holds now."""
+        entries = list(as_list(value))
+        tensors = [a for a in entries if hasattr(a, "data_ptr")]
+        return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
+
+    def changed(self, value: Any) -> str | None:
+        """What is different from when the plan was made; value: the sequence now, where it is another object."""
+        now = as_list(self.value if value is None else value)
+        if len(now) != len(self.entries):
+            return f" has {len(now)} entries, and the plan {len(self.entries)}"
+        if not all(map(operator.is_, now, self.entries)):
+            number = [a is b for a, b in zip(now, self.entries, strict=True)].index(False)
+            return f"[{number}] is not the one of the plan"
+        if [a.data_ptr() for a in self.tensors] != self.addresses:
+            return " holds a tensor whose memory is another than the plan's"
+        return None
+
+
+def as_list(value: Any) -> Any:
+    """A sequence as it is, a list of one array."""
+    return [value] if is_array(value) else value if isinstance(value, (list, tuple)) else list(value)
+
+
+def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
+    """What was given for each of `count` tensors: entries of a sequence, views of an array, or None."""
+    if value is None:
+        return [None] * count
+    if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
+        raise ValueError(f"{op}: {name} is {type(value).__name__}; needs a sequence with one for each of {count} arrays")
+    if len(value) != count:
+        raise ValueError(f"{op}: {name} has {len(value)} entries and xs {count} arrays; needs one for each")
+    entries = [value[i, ...] for i in range(count)] if is_array(value) else list(value)
+    missing = [i for i, entry in enumerate(entries) if entry is None]
+    if missing:
+        raise ValueError(f"{op}: {name}[{missing[0]}] is None; needs one for each array, or None for all of them")
+    return entries
+
+
+def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
+    """The arrays of a sequence, imported; or those of a stacked array, and the stack itself."""
+    if not is_array(xs):
+        return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(xs)})), None
+    (stack,) = import_arrays(op, xs=xs)
+    if stack.ndim < 2:
+        raise ValueError(f"{op}: xs is one {stack.ndim}-d array; needs a sequence, or a stack of at least 2 dimensions")
+    return list(stack), stack
+
+
+class GroupedPlan:
+    """N tensors that are quantized again and again: their outputs and, on a GPU, the table of pointers are made once.
+
+        plan = GroupedPlan(weights, "nvfp4-te")
+        for step in range(steps):
+            values = plan.fake_quantize()        # of what weights hold now: one launch for the amaxes, one for the values
+            ...                                  # changes weights in place
+
+    xs: a sequence of arrays of any shapes (zero rows included), or one stacked array (experts first), as quantize_grouped takes.
+    recipe, axis, scale_layout, rounding, seed, hadamard: as in fp4kit.quantize, the same for all tensors.
+    tensor_amax: None: computed from xs in every call. Or a sequence of N, or an array of them: numbers are read when the plan is
+        made; arrays are used where they are, so what is written into them later counts.
+    block_amax: for static recipes, None or a sequence of N. op: what errors begin with.
+
+    What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the same
+    arrays in every call, which overwrites them. Those of a stacked array are views of stacked arrays.
+    A plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
+    another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made, methods raise
+    ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is now, where it is another
+    object.
+    On a GPU: one launch, or two where amaxes are computed, for each dtype among xs; no synchronization; the current stream. Once
+        a method has been called, later calls do no work for each tensor and can be captured in a CUDA graph. Tensors that are
+        not contiguous with `axis` last are copied first, each by itself.
+    Raises what quantize raises, when the plan is made or a method is called for the first time.
+    """
+
+    def __init__(
+        self,
+        xs: Any,
+        recipe: str | Recipe,
+        *,
+        axis: int = -1,
+        tensor_amax: Any = None,
+        scale_layout: str = "linear",
+        rounding: str = "nearest",
+        seed: Any = None,
+        hadamard: quantize.Hadamard = False,
+        block_amax: Any = None,
+        op: str = "GroupedPlan",
+    ) -> None:
+        self.recipe, self._op, self._axis, self._layout, self._hadamard = find_recipe(recipe), op, axis, scale_layout, hadamard
+        self._random = {"rounding": rounding, "seed": seed}
+        self._given: dict[str, Given] = {}
+        self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
+
+    def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
+        """Make the plan anew: of what the sequences hold now, or of others where given. Earlier results are left alone."""
+        new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
+        values = {name: given.value for name, given in self._given.items()}
+        values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
+        arrays, stack = arrays_of(self._op, values["xs"])
+        self._prepared = self._prepare(arrays, values)
+        self._given = {name: Given.of(value) for name, value in values.items()}
+        self._codes: list[Quantized] | None = None
+        self._values: list[Any] | None = None
+        self._clip: tuple[Given, ClipGroup] | None = None
+        self._group = self._make_group(stack) if self._prepared and self._prepared[0].on_device else None
+        shapes = [check.tensor_amax_shape(p.moved.shape, self.recipe) for p in self._prepared]
+        computed = self._group is None and self.recipe.tensor_scaling != "none" and "tensor_amax" not in values
+        self._vector = np.zeros(sum(map(prod, shapes)), np.float32) if computed else None
+        self._amaxes = cut(self._vector, shapes) if computed else []
+
+    def _prepare(self, xs: list[Any], values: dict[str, Any]) -> list[Prepared]:
+        amaxes, blocks = (per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax"))
+        seed = self._random["seed"]
+        return [
+            prepare(self._op, x, self.recipe, self._axis, tensor_amax=a, block_amax=b, seed=seed)
+            for x, a, b in zip(xs, amaxes, blocks, strict=True)
+        ]
+
+    def _make_group(self, stack: Any) -> Group:
+        random = [quantize.random_source(self._op, p, self._random["rounding"]) for p in self._prepared]
+        moved = None if stack is None else np.moveaxis(stack, self._prepared[0].axis + 1, -1)
+        return Group(self._op, self._prepared, moved, self._layout, random, self._masks()[0])
+
+    def _masks(self) -> list[int | None]:
+        return [quantize.sign_mask(self._op, self._hadamard, p) for p in self._prepared]
+
+    @property
+    def amax_vector(self) -> Any:
+        """The amaxes of all tensors in one float32 vector, as the latest call computed them; None where they are given.
+
+        A call with keep_amax=True takes what is there: maxima over several processes, or those of an earlier step.
+        """
+        if self._group is None:
+            return self._vector
+        return self._group.vector if self._group.computes_amaxes else None
+
+    def amax(self, xs: Any = None) -> list[Any]:
+        """What tensor scales are made from, of each tensor: float32 (), one per row or one per block; None without any.
+
+        Computed now, into amax_vector, in one launch on a GPU; or as given.
+        """
+        self._check_unchanged("amax", xs)
+        if self._group is not None:
+            return list(self._group.amax())
+        if self._vector is None:
+            return [quantize.given_amaxes(self._op, p)[0] for p in self._prepared]
+        for p, mask, amax in zip(self._prepared, self._masks(), self._amaxes, strict=True):
+            amax[...] = quantize.compute_tensor_amax(p.moved, self.recipe, mask)
+        return list(self._amaxes)
+
+    def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
+        """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
+        self._check_unchanged("quantize", xs)
+        if self._group is not None:
+            return list(self._group.quantize(not keep_amax))
+        given, outs = self._host_amaxes(keep_amax), self._codes or cycle([None])
+        options = (self._layout, self._random["rounding"], self._hadamard)
+        self._codes = [
+            quantize.quantize_prepared(self._op, p._replace(others=p.others | {"tensor_amax": a}), *options, out)
+            for p, a, out in zip(self._prepared, given, outs, strict=False)
+        ]
+        return list(self._codes)
+
+    def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
+        """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
+        self._check_unchanged("fake_quantize", xs)
+        if self._hadamard is not False:
+            raise ValueError(
+                f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not have; make a plan without"
+            )
+        if self._group is not None:
+            return list(self._group.fake_quantize(not keep_amax))
+        values = [
+            fake_quantize(p.x, self.recipe, axis=self._axis, tensor_amax=a, block_amax=p.others["block_amax"], **self._random)
+            for p, a in zip(self._prepared, self._host_amaxes(keep_amax), strict=True)
+        ]
+        if self._values is None:
+            self._values = values
+        else:
+            for target, value in zip(self._values, values, strict=True):
+                target[...] = value
+        return list(self._values)
+
+    def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
+        """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's amaxes.
+
+        grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
+        """
+        self._check_unchanged("fake_quantize_backward", xs)
+        if len(grads) != len(self._prepared):
+            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._prepared)}; needs as many of each")
+        if self._group is None or pass_through:
+            return [
+                fake_quantize_backward(
+                    g, p.x, self.recipe, axis=self._axis, amax=p.others["tensor_amax"], pass_through=pass_through
+                )
+                for g, p in zip(grads, self._prepared, strict=True)
+            ]
+        if self._clip is None or self._clip[0].changed(grads):
+            pairs = zip(grads, self._prepared, strict=True)
+            found = [prepare_backward(g, p.x, self.recipe, self._axis, p.others["tensor_amax"]) for g, p in pairs]
+            self._clip = Given.of(grads), ClipGroup(found)
+        return self._clip[1].clip()
+
+    def _host_amaxes(self, keep: bool) -> list[Any]:
+        """tensor_amax of each tensor; None where it is NaN, and so computed anew, because a NaN cannot be given."""
+        if self._vector is None:
+            return [p.others["tensor_amax"] for p in self._prepared]
+        return list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self.amax()]
+
+    def _check_unchanged(self, method: str, xs: Any) -> None:
+        for name, given in self._given.items():
+            changed = given.changed(xs if name == "xs" else None)
+            if changed is not None:
+                raise ValueError(f"{self._op}.{method}: {name}{changed}; call refresh() before, for a plan of what is there now")

@@ -1,0 +1,327 @@
+"""The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of tasks.
+
+A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays in the tests) with what the specification gives for the
+same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its bits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.golden import GoldenSet
+from fp4kit.golden_check import Operations, check_row
+from fp4kit.golden_rows import ROWS
+from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.ops.amax import amax
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.selftest_sweep import SWEEPS, Sweep, differences
+from fp4kit.testing import adversarial_blocks
+
+FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+BF16 = FLOATS[2]
+QUICK = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-flashinfer",
+    "nvfp4-modelopt",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+    "fp8-modelopt",
+)
+SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp8-te")
+_PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Outcome(NamedTuple):
+    """How many values were compared and differ; the first difference; what could not be compared, and why."""
+
+    values: int = 0
+    differing: int = 0
+    first: str = ""
+    skipped: tuple[str, ...] = ()
+
+    def __add__(self, other: object) -> Outcome:
+        if not isinstance(other, Outcome):
+            return NotImplemented
+        total, wrong = self.values + other.values, self.differing + other.differing
+        return Outcome(total, wrong, self.first or other.first, (*self.skipped, *other.skipped))
+
+
+class Task(NamedTuple):
+    """A comparison: the part of the table that it belongs to, what it compares, and the call that does it."""
+
+    part: str
+    name: str
+    run: Callable[[], Outcome]
+
+
+class Finished(NamedTuple):
+    """A task with its outcome and seconds; error: why it ended early, if it did."""
+
+    task: Task
+    outcome: Outcome
+    seconds: float
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.outcome.differing or self.error)
+
+
+class Engine:
+    """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them meanwhile."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def put(self, a: Any) -> Any:
+        """An array, or the arrays of a Quantized, for the functions; anything else as it is."""
+        if isinstance(a, Quantized):
+            return replace(a, **{name: self.put(getattr(a, name)) for name in _PARTS})
+        return self.module.asarray(a) if isinstance(a, np.ndarray) else a
+
+    def get(self, a: Any) -> Any:
+        """The NumPy array, or Quantized of NumPy arrays, of a result."""
+        if isinstance(a, Quantized):
+            return replace(a, **{name: self.get(getattr(a, name)) for name in _PARTS})
+        return a.get() if hasattr(a, "get") else a
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """function of the moved arguments."""
+        moved = {name: self.put(value) for name, value in options.items()}
+        return self.get(function(*map(self.put, arguments), **moved))
+
+
+def compare(found: Any, expected: Any, what: str) -> Outcome:
+    """Two arrays, or two Quantized part by part."""
+    if isinstance(expected, Quantized):
+        pairs = [(getattr(found, name), getattr(expected, name), f"{what}: {name}") for name in _PARTS]
+        return sum((compare(*pair) for pair in pairs if pair[1] is not None), Outcome())
+    a, b = np.ascontiguousarray(found), np.ascontiguousarray(expected)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return Outcome(b.size, max(b.size, 1), f"{what}: {a.dtype} {a.shape} instead of {b.dtype} {b.shape}")
+    unsigned = _UNSIGNED[b.dtype.itemsize]
+    differ = a.view(unsigned) != b.view(unsigned)
+    if b.dtype != np.uint8 and differ.any():
+        differ &= ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
+    wrong = int(np.count_nonzero(differ))
+    if not wrong:
+        return Outcome(b.size)
+    at = np.unravel_index(int(np.argmax(differ)), b.shape)
+    first = f"{what}: at {tuple(map(int, at))} {a.view(unsigned)[at]:#x} instead of {b.view(unsigned)[at]:#x}"
+    return Outcome(b.size, wrong, first)
+
+
+def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
+    """The outcome, or what was skipped where there is no kernel."""
+    try:
+        return call()
+    except NotImplementedError as error:
+        return Outcome(skipped=(f"{what}: {error}",))
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------------------
+
+
+def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Normal values whose size changes from row to row."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape, np.float32)
+    x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
+    return x.astype(dtype)
+
+
+def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
+    """Every bit pattern is as likely as any other; finite: infinities and NaN become zeros."""
+    unsigned = _UNSIGNED[dtype.itemsize]
+    x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned).view(dtype)
+    return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
+
+
+def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """What every recipe is tried on: (rows, 512)."""
+    yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
+    yield "normal values", ordinary(dtype, (64, 512), 1)
+    yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
+    yield "random bits with NaN", random_bits(dtype, (64, 512), 3, finite=False)
+
+
+# ---- comparisons --------------------------------------------------------------------------------------------------------
+
+
+def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
+    """Every recorded array of a recipe."""
+    functions = (quantize, fake_quantize, fake_quantize_backward, amax)
+    ops = Operations(*(partial(engine.call, function) for function in functions))
+    total = Outcome()
+    for row in ROWS:
+        if row.recipe == id:
+            total += attempt(partial(_recorded_row, golden, row, ops), f"{id}: {row.variant}")
+    return total
+
+
+def _recorded_row(golden: GoldenSet, row: Any, ops: Operations) -> Outcome:
+    result = check_row(row, golden, ops)
+    first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
+    return Outcome(result.values, sum(d.differing for d in result.differences), first)
+
+
+def specification(engine: Engine, id: str, quick: bool) -> Outcome:
+    """quantize, dequantize and, unless quick, fake_quantize of each input in each dtype."""
+    total = Outcome()
+    for dtype in FLOATS:
+        for name, x in inputs(dtype):
+            what = f"{id} {name} {dtype}"
+            total += attempt(partial(round_trip, engine, x, RECIPES[id], what, (dtype,) if quick else FLOATS), what)
+            if not quick:
+                total += attempt(partial(_fake, engine, x, RECIPES[id], what), f"{what}: fake_quantize")
+    return total
+
+
+def round_trip(engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any) -> Outcome:
+    """quantize, and dequantize of the result to each dtype of decoded."""
+    expected = quantize(x, r, **options)
+    total = compare(engine.call(quantize, x, r, **options), expected, what)
+    for dtype in decoded:
+        total += compare(engine.call(dequantize, expected, dtype), dequantize(expected, dtype), f"{what} decoded to {dtype}")
+    return total
+
+
+def _fake(engine: Engine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
+    return compare(engine.call(fake_quantize, x, r), fake_quantize(x, r), f"{what}: fake_quantize")
+
+
+def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int) -> Outcome:
+    """Arrays of random shape, strides, alignment, axis, layout and rounding."""
+    rng = np.random.default_rng(seed)
+    total = Outcome()
+    for number in range(count):
+        r = RECIPES[ids[rng.integers(len(ids))]]
+        total += attempt(partial(_fuzz, engine, r, rng, f"{r.id} case {seed}.{number}"), f"{r.id}: some random calls")
+    return total
+
+
+def _fuzz(engine: Engine, r: Recipe, rng: np.random.Generator, what: str) -> Outcome:
+    dtype = FLOATS[rng.integers(3)]
+    ndim = int(rng.integers(1, 4))
+    axis = int(rng.integers(ndim))
+    shape = [int(n) for n in rng.integers(0 if rng.random() < 0.05 else 1, 40, ndim)]
+    shape[axis] = r.length_multiple * int(rng.integers(1, 6))
+    steps, order = rng.choice([1, 1, 1, 2, -1], ndim), rng.permutation(ndim)
+    whole = [shape[i] * abs(int(steps[i])) for i in order]
+    offset = int(rng.integers(0, 9)) if rng.random() < 0.5 else 0
+    flat = ordinary(dtype, (int(np.prod(whole)) + offset,), int(rng.integers(1 << 30)))
+
+    def view(a: Any) -> Any:
+        cut = a[offset:].reshape(whole).transpose(np.argsort(order).tolist())
+        return cut[tuple(slice(None, None, int(step)) for step in steps)]
+
+    options: dict[str, Any] = {"axis": axis}
+    if ndim > 1 and r.scale is not None:
+        options["scale_layout"] = SCALE_LAYOUTS[rng.integers(3)]
+    if not r.element.is_integer and not r.four_over_six and rng.random() < 0.2:
+        options |= {"rounding": "stochastic", "seed": int(rng.integers(1 << 40))}
+    expected = quantize(view(flat), r, **options)
+    found = engine.get(quantize(view(engine.put(flat)), r, **options))
+    what = f"{what} {dtype} {tuple(shape)} steps {steps.tolist()} {options}"
+    return compare(found, expected, what) + compare(engine.call(dequantize, expected), dequantize(expected), f"{what} decoded")
+
+
+def large(engine: Engine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
+    """Normal values, quantized and decoded."""
+    return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
+
+
+def every_bfloat16(engine: Engine, id: str) -> Outcome:
+    """All 65536 bfloat16 values in blocks beside a largest value that makes each reachable scale byte."""
+    r = RECIPES[id]
+    size = r.block_size
+    bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
+    total = Outcome()
+    for anchor in _anchors(r):
+        x = np.concatenate([bits.view(BF16), np.full((len(bits), 1), anchor, BF16)], axis=1)
+        options: dict[str, Any] = {} if r.tensor_scaling == "none" else {"tensor_amax": float(r.element.max * 448)}
+        total += compare(engine.call(quantize, x, r, **options), quantize(x, r, **options), f"{id} beside {anchor:g}")
+    return total
+
+
+def _anchors(r: Recipe) -> np.ndarray:
+    """float32: the value that a block's largest element must have, for each byte of the scale format."""
+    scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    if r.tensor_scaling != "none":
+        scale = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    values = scale.astype(np.float64) * r.element.max
+    return values[values <= ml_dtypes.finfo(BF16).max].astype(np.float32)
+
+
+def every_code(engine: Engine, id: str) -> Outcome:
+    """All 256 bytes of codes under all 256 bytes of scales, decoded to each dtype."""
+    r = RECIPES[id]
+    width = 512 if r.is_packed else 256
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
+    limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
+    q = Quantized(codes, scales, limit, limit, (256, width), FLOATS[0], -1, r)
+    pairs = ((engine.call(dequantize, q, dtype), dequantize(q, dtype), f"{id}: every code as {dtype}") for dtype in FLOATS)
+    return sum((compare(*pair) for pair in pairs), Outcome())
+
+
+def swept(engine: Engine, sweep: Sweep) -> Outcome:
+    """Every float32 of a sweep."""
+    return Outcome(*differences(engine.module, sweep))
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
+    """All tasks, the long ones first. golden: None where there are no recorded outputs."""
+    with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
+    ids = QUICK if quick else with_codes
+    shape = (1024, 8192) if quick else (4096, 16384)
+    tasks = [Task("every float32", sweep.name, partial(swept, engine, sweep)) for sweep in SWEEPS]
+    for id in SCALED[:3] if quick else SCALED:
+        tasks.append(Task("every bfloat16 under every scale", id, partial(every_bfloat16, engine, id)))
+    for id in SCALED:
+        tasks.append(Task("every code under every scale", id, partial(every_code, engine, id)))
+    for id in QUICK:
+        for dtype in (BF16,) if quick else FLOATS:
+            tasks.append(Task("large random tensors", f"{id} {dtype}", partial(large, engine, id, dtype, shape)))
+    if golden is not None:
+        names = ids if quick else tuple(RECIPES)
+        tasks += [Task("recorded outputs of the producers", id, partial(recorded, engine, golden, id)) for id in names]
+    tasks += [Task("adversarial blocks and random bits", id, partial(specification, engine, id, quick)) for id in ids]
+    for seed in range(2 if quick else 20):
+        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", partial(fuzzed, engine, ids, seed, 50)))
+    return tasks
+
+
+def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
+    """Run tasks on several threads (kernels compile, and the specification computes, side by side); each as it finishes."""
+    with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
+        for future in as_completed([pool.submit(_finish, task) for task in tasks]):
+            yield future.result()
+
+
+def _finish(task: Task) -> Finished:
+    start = time.perf_counter()
+    try:
+        outcome, error = task.run(), ""
+    except Exception as caught:
+        outcome, error = Outcome(), f"{type(caught).__name__}: {caught}"
+    return Finished(task, outcome, time.perf_counter() - start, error)

@@ -1,0 +1,62 @@
+"""Names of the amax buffers of quantizers, in both spellings that checkpoints use, and wildcards that match either."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+SEPARATORS = (".", "_")
+_FORM = "<module>.weight_quantizer.<i>._amax or <module>.weight_quantizer_<i>._amax"
+_NAME = re.compile(r"(?P<base>(?:.+\.)?\w*?quantizers?)(?:[._](?P<index>[0-9]{1,7}))?(?:\.(?P<buffer>_\w*amax))?")
+
+
+@dataclass(frozen=True)
+class AmaxName:
+    """One amax buffer: "<base>.<index>.<buffer>" or "<base>_<index>.<buffer>", or without the index where there is one quantizer.
+
+    base: "<module>.weight_quantizer", or input_quantizer and the like. index: number of the expert, or None.
+    buffer: "_amax" or "_global_amax".
+    Source: Model-Optimizer's GroupedQuantizer writes ".<i>"; its pull request 1717 wrote "_<i>".
+    """
+
+    base: str
+    index: int | None = None
+    buffer: str = "_amax"
+
+    @classmethod
+    def find(cls, key: str) -> AmaxName | None:
+        """The name that a key spells; the buffer may be left out and is "_amax" then. None for anything else."""
+        match = _NAME.fullmatch(key)
+        if match is None:
+            return None
+        index = match["index"]
+        return cls(match["base"], None if index is None else int(index), match["buffer"] or "_amax")
+
+    @classmethod
+    def parse(cls, key: str) -> AmaxName:
+        """As find; raises ValueError for anything else."""
+        name = cls.find(key)
+        if name is None:
+            raise ValueError(f"amax state: {key!r} names no quantizer; needs {_FORM}")
+        return name
+
+    def key(self, separator: str = ".") -> str:
+        """The name as a checkpoint spells it."""
+        return f"{self._quantizer(separator)}.{self.buffer}"
+
+    def at(self, index: int | None) -> AmaxName:
+        """The same buffer of another expert; None for that of all."""
+        return replace(self, index=index)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a wildcard (fnmatch, case counts) matches a spelling of the name, with or without number and buffer."""
+        spellings = {self.base, *(self._quantizer(separator) for separator in SEPARATORS)}
+        return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
+
+    def order(self) -> tuple[str, str, int]:
+        """Sort key: experts by number."""
+        return self.base, self.buffer, -1 if self.index is None else self.index
+
+    def _quantizer(self, separator: str) -> str:
+        return self.base if self.index is None else f"{self.base}{separator}{self.index}"

@@ -1,0 +1,80 @@
+"""Values of amax states: float32 arrays on the host or a GPU, compared by their bits.
+
+Maxima are those of bit patterns: for numbers >= 0 the order is that of the values, and above them come infinity, NaN, and
+whatever has a sign. So a NaN or a negative value, once met, stays until a check on the host finds it. CuPy's float arithmetic
+takes subnormals for zero; bits are only moved and compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.cuda import loader
+from fp4kit.ops.check import check_float
+from fp4kit.ops.prepare import import_arrays
+from fp4kit.training.amax_names import AmaxName
+
+
+def _xp(value: Any) -> Any:
+    return np if isinstance(value, np.ndarray) else loader.cupy()
+
+
+def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
+    """A float32 copy on the device of amax; -0 becomes +0, whose bits are the smallest."""
+    (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
+    check_float(f"{op}: {name.key()}", value, "amax")
+    xp = _xp(value)
+    if value.dtype == ml_dtypes.bfloat16:
+        bits = value.view(xp.uint16).astype(xp.uint32) << xp.uint32(16)
+    else:
+        bits = value.astype(xp.float32).view(xp.uint32)
+    return xp.asarray(bits * (bits != xp.uint32(0x80000000))).view(xp.float32)
+
+
+def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
+    """named[name] becomes the maximum of itself and value; ValueError if shape or device differ."""
+    old = named.get(name)
+    if old is None:
+        named[name] = value
+        return
+    if old.shape != value.shape or type(old) is not type(value) or getattr(old, "device", 0) != getattr(value, "device", 0):
+        raise ValueError(
+            f"{op}: {name.key()} is {_where(value)}, and was {_where(old)} before; needs one shape and one device in all calls"
+        )
+    xp = _xp(value)
+    named[name] = xp.asarray(xp.maximum(old.view(xp.uint32), value.view(xp.uint32))).view(xp.float32)
+
+
+def _where(value: Any) -> str:
+    return f"{value.shape} on {'the CPU' if isinstance(value, np.ndarray) else value.device}"
+
+
+def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
+    """All values on the host, in one copy for each device."""
+    found = {name: value for name, value in named.items() if isinstance(value, np.ndarray)}
+    devices: dict[int, list[AmaxName]] = defaultdict(list)
+    for name in named.keys() - found.keys():
+        devices[named[name].device.id].append(name)
+    for device, names in devices.items():
+        with loader.cupy().cuda.Device(device):
+            flat = loader.cupy().concatenate([named[name].reshape(-1) for name in names]).get()
+        cuts = np.cumsum([named[name].size for name in names])[:-1]
+        found |= {name: part.reshape(named[name].shape) for name, part in zip(names, np.split(flat, cuts), strict=True)}
+    return found
+
+
+def check(op: str, named: dict[AmaxName, np.ndarray]) -> dict[AmaxName, np.ndarray]:
+    """named, its arrays read-only; ValueError, naming the key, for NaN and negative values."""
+    for name in sorted(named, key=AmaxName.order):
+        value = named[name]
+        bad = ~(value >= 0)
+        if bad.any():
+            what = "NaN" if np.isnan(value).any() else "negative values"
+            raise ValueError(f"{op}: {name.key()} holds {what} ({int(bad.sum())} of {value.size}); needs amax >= 0")
+        value.flags.writeable = False
+    return named

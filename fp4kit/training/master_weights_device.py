@@ -1,0 +1,193 @@
+"""The stages of cast_master_weights on CuPy arrays: one launch each, from tables in device memory. See master_weights.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda import loader, partial
+from fp4kit.cuda.grouped import Launch
+from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
+from fp4kit.ops.partial import amax_shape, check_on_device
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.training.partition import Partition
+
+ALIGNMENT = 256  # bytes: where each matrix's part of a buffer begins
+
+
+class DeviceStages:
+    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered: codes."""
+
+    def __init__(
+        self,
+        values: Sequence[Any],
+        shapes: Sequence[tuple[int, int]],
+        r: Recipe,
+        partition: Partition,
+        rank: int,
+        columnwise: bool,
+    ) -> None:
+        self._values, self._recipe, self._partition, self._rank = list(values), r, partition, rank
+        self._dtypes, self._device = [v.dtype for v in values], values[0].device.id
+        self._rows, self._columns = np.array(shapes, np.int64).T
+        with loader.cupy().cuda.Device(self._device):
+            self._allocate(shapes)
+            self.quantized = self._views(shapes, self._packed, self._scales)
+            self._prepare_scales()
+            self._prepare_shards()
+            self._prepare_place()
+            self._prepare_columnwise(shapes, columnwise)
+
+    @staticmethod
+    def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
+        """Raise ValueError unless all shards are contiguous; NotImplementedError for blocks or sizes without kernels."""
+        check_on_device("cast_master_weights", shapes, r)
+        for i, v in enumerate(values):
+            if not v.flags.c_contiguous:
+                raise ValueError(f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU")
+
+    # ---- what is made once ------------------------------------------------------------------------------------------------
+
+    def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
+        cupy, r, count = loader.cupy(), self._recipe, len(shapes)
+        self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
+        self._block_at = np.cumsum(self._blocks) - self._blocks
+        self.bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
+        self._whole, self._amax = self.bits[:count].view(np.float32), self.bits[count:].view(np.float32)
+        self._decode = cupy.zeros(count, np.float32)
+        self._factors = cupy.empty(self._amax.size, np.float32)
+        self._packed_at, size = _places([int(np.prod(packed_shape(s, r))) for s in shapes])
+        self._packed = cupy.zeros(size, np.uint8)
+        self._scale_at, size = _places([int(np.prod(scale_shape(s, r))) for s in shapes])
+        self._scales = cupy.zeros(size, np.uint8)
+        sizes = self._partition.pieces(partial.RUN).sum(axis=1) * partial.run_bytes(r)
+        self.counts = sizes.tolist() if len(sizes) > 1 else [0]  # one process casts into the matrices
+        self.message = cupy.zeros(self.counts[self._rank], np.uint8)
+        self.gathered = cupy.zeros(sum(self.counts), np.uint8)
+
+    def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
+        """The Quantized of each matrix, over its parts of the buffers; with axis 0 of the transposed matrix."""
+        found, r = [], self._recipe
+        for t, shape in enumerate(shapes):
+            moved = shape if axis == -1 else shape[::-1]
+            codes, bytes_ = packed_shape(moved, r), scale_shape(moved, r)
+            scale, amax = (a[t : t + 1].reshape(()) for a in (self._decode, self._whole))
+            if r.tensor_scaling == "none":
+                scale = amax = None
+            at, scale_at = int(self._packed_at[t]), int(self._scale_at[t])
+            part = packed[at : at + int(np.prod(codes))].reshape(codes)
+            scale_part = scales[scale_at : scale_at + int(np.prod(bytes_))].reshape(bytes_)
+            found.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r))
+        return found
+
+    def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[Launch]:
+        """A launch for each dtype of the shards; matrices without work are left out."""
+        table = partial.arguments(kernel, len(work), **fields)
+        launches = []
+        for dtype in sorted(set(self._dtypes), key=str):
+            chosen = np.array([d == dtype for d in self._dtypes]) & (work > 0)
+            if chosen.any():
+                launches.append(partial.prepare(kernel, self._recipe, dtype, table[chosen], work[chosen], self._device, *held))
+        return launches
+
+    def _prepare_scales(self) -> None:
+        fields = {"block_amax": self._amax, "factors": self._factors, "scales": self._scales}
+        if self._recipe.tensor_scaling != "none":
+            fields |= {"tensor_amax": self._whole, "tensor_scale": self._decode}
+        places = {"block_at": self._block_at, "factor_at": self._block_at, "scale_at": self._scale_at}
+        places |= {"tensor_at": np.arange(len(self._blocks)), "rows": self._rows, "columns": self._columns}
+        # A matrix without elements has a tensor scale too.
+        self._run_scales = self._by_dtype("partial_scales", np.maximum(self._blocks, 1), fields | places)
+
+    def _prepare_shards(self) -> None:
+        starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
+        run_bytes = partial.run_bytes(self._recipe)
+        common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
+        common |= {"columns": self._columns}
+        fields = {"block_amax": self._amax, "rows": self._rows, "block_at": self._block_at}
+        if self._recipe.tensor_scaling != "none":
+            fields |= {"tensor_amax": self._whole, "tensor_at": np.arange(len(starts))}
+        first, last = partial.block_span(starts, ends, np.maximum(self._columns, 1), self._recipe)
+        self._run_amax = self._by_dtype("partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values)
+        target, run_at = self._packed, self._packed_at // run_bytes
+        if len(self._partition.starts) > 1:
+            offsets = self._partition.offsets(partial.RUN)[self._rank]
+            target, run_at = self.message, offsets - offsets[0] - starts // partial.RUN
+        fields = {"packed": target, "factors": self._factors, "run_at": run_at, "factor_at": self._block_at}
+        work = np.where(starts < ends, partial.run_count(starts, ends), 0)
+        self._run_cast = self._by_dtype("partial_cast", work, common | fields, self._values)
+
+    def _prepare_place(self) -> None:
+        starts, ends = (edge.reshape(-1) for edge in self._partition)
+        chosen = starts < ends
+        self._run_place: Launch | None = None
+        if len(self._partition.starts) == 1 or not chosen.any():
+            return
+        from_at = self._partition.offsets(partial.RUN).reshape(-1) - starts // partial.RUN
+        to_at = np.tile(self._packed_at // partial.run_bytes(self._recipe), len(self._partition.starts))
+        fields = {"from": self.gathered, "to": self._packed, "start": starts, "end": ends, "from_at": from_at, "to_at": to_at}
+        table = partial.arguments("partial_place", len(starts), **fields)[chosen]
+        work = partial.run_count(starts, ends)[chosen]
+        self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
+
+    def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
+        self.columnwise: list[Quantized] = []
+        self._run_transpose: Launch | None = None
+        if columnwise:
+            cupy = loader.cupy()
+            packed, scales = cupy.empty_like(self._packed), cupy.empty_like(self._scales)
+            self.columnwise = self._views(shapes, packed, scales, axis=0)
+            pairs = zip(self.quantized, self.columnwise, strict=True)
+            matrices = [
+                Matrix(q.packed, q.block_scale, c.packed, c.block_scale, (q.shape[0], q.shape[1]))
+                for q, c in pairs
+                if q.packed.size
+            ]
+            if matrices:
+                self._run_transpose = transpose_group(matrices, self._recipe)
+
+    def replace(self, values: Sequence[Any]) -> None:
+        """Other arrays of the same shapes, dtypes and device."""
+        self.check(values, (), self._recipe)
+        self._values = list(values)
+        with loader.cupy().cuda.Device(self._device):
+            self._prepare_shards()
+
+    # ---- stages -----------------------------------------------------------------------------------------------------------
+
+    def amax(self) -> None:
+        """Fill bits from the owned elements."""
+        self.bits.data.memset_async(0, self.bits.nbytes)
+        _run(self._run_amax)
+
+    def scales(self) -> None:
+        """Tensor scales, block scales and factors from the reduced bits."""
+        _run(self._run_scales)
+
+    def cast(self) -> None:
+        """Codes of the owned elements into the message, or into the matrices if one process owns all."""
+        _run(self._run_cast)
+
+    def place(self) -> None:
+        """Codes of all processes from gathered into the matrices."""
+        if self._run_place is not None:
+            self._run_place()
+
+    def transpose(self) -> None:
+        """The columnwise copies."""
+        if self._run_transpose is not None:
+            self._run_transpose()
+
+
+def _run(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
+
+
+def _places(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+    """Where arrays of so many bytes begin in one buffer, and its size."""
+    padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
+    return np.cumsum(padded) - padded, int(padded.sum())

@@ -1,0 +1,122 @@
+"""The stages of cast_master_weights on NumPy arrays. See master_weights.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fp4kit.ops.partial import amax_shape
+from fp4kit.ops.transpose import transpose
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.reference import partial
+from fp4kit.reference.blocks import spread_rows
+from fp4kit.reference.quantize import tensor_amax
+from fp4kit.reference.scaling import BLOCK_RULES, tensor_scale
+from fp4kit.training.partition import Partition
+
+
+class HostStages:
+    """Buffers and stages. bits: what travels first, tensor amaxes and then block amaxes; message and gathered: codes."""
+
+    def __init__(
+        self,
+        values: Sequence[np.ndarray],
+        shapes: Sequence[tuple[int, int]],
+        r: Recipe,
+        partition: Partition,
+        rank: int,
+        columnwise: bool,
+    ) -> None:
+        self._values, self._shapes, self._recipe, self._partition, self._rank = list(values), shapes, r, partition, rank
+        blocks = [amax_shape(shape, r) for shape in shapes]
+        ends = np.cumsum([len(shapes), *(rows * columns for rows, columns in blocks)])
+        self.bits = np.zeros(int(ends[-1]), np.uint32)
+        amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
+        self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
+        self._whole = self.bits[: len(shapes)].view(np.float32)
+        self._unit = 2 if r.is_packed else 1  # elements of a byte: what the message is cut at
+        lengths = partition.pieces(self._unit)
+        self.counts = lengths.sum(axis=1).tolist()
+        self.message = np.zeros(self.counts[rank], np.uint8)
+        self.gathered = np.zeros(sum(self.counts), np.uint8)
+        self.quantized = [self._allocate(*item) for item in zip(shapes, self._whole, values, strict=True)]
+        self.columnwise = [transpose(q) for q in self.quantized] if columnwise else []
+
+    def _allocate(self, shape: tuple[int, int], whole: np.ndarray, values: np.ndarray) -> Quantized:
+        r = self._recipe
+        packed = np.zeros(packed_shape(shape, r), np.uint8)
+        scales = np.zeros(scale_shape(shape, r), np.uint8)
+        scale, amax = (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
+        return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
+
+    def replace(self, values: Sequence[np.ndarray]) -> None:
+        """Other arrays of the same shapes and dtypes."""
+        self._values = list(values)
+
+    def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
+        starts = self._partition.starts[self._rank].tolist()
+        return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
+
+    def amax(self) -> None:
+        """Fill bits from the owned elements."""
+        for t, values, shape, start in self._shards():
+            self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
+            if self._recipe.tensor_scaling == "tensor":
+                self._whole[t] = tensor_amax(values[None], self._recipe)
+
+    def scales(self) -> None:
+        """Tensor scales and block scales from the reduced bits. Raises ValueError for NaN, on every process alike."""
+        for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
+            if np.isnan(amax).any() or np.isnan(self._whole[t]):
+                raise ValueError(f"cast_master_weights: matrix {t} has NaN; {q.recipe.id} has no scale for it; needs numbers")
+            tensor = tensor_scale(self._whole[t], q.recipe, q.dtype)
+            with np.errstate(all="ignore"):
+                codes = BLOCK_RULES[q.recipe.block_rule or ""](amax, tensor, q.recipe, q.dtype).codes
+            q.block_scale[...] = spread_rows(codes, q.recipe, q.shape[0])
+            if q.tensor_scale is not None:
+                q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._whole[t]
+
+    def cast(self) -> None:
+        """Codes of the owned elements into the matrices, and from there into the message."""
+        whole = None if self._recipe.tensor_scaling == "none" else self._whole
+        place = 0
+        for t, values, shape, start in self._shards():
+            packed, amax = self.quantized[t].packed, None if whole is None else whole[t]
+            partial.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
+            first, last = start // self._unit, -(-(start + len(values)) // self._unit)
+            self.message[place : place + last - first] = packed.reshape(-1)[first:last]
+            place += last - first
+
+    def transpose(self) -> None:
+        """The columnwise copies."""
+        for q, copy in zip(self.quantized, self.columnwise, strict=True):
+            moved = transpose(q)
+            copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
+
+    def place(self) -> None:
+        """Codes of the other processes from gathered into the matrices."""
+        offsets = self._partition.offsets(self._unit)
+        for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
+            if rank == self._rank:
+                continue
+            for t, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+                flat, piece = self.quantized[t].packed.reshape(-1), self.gathered[int(offsets[rank, t]) :]
+                place_codes(flat, piece, start, end, self._unit)
+
+
+def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
+    """Codes [start, end) of a flattened matrix from a piece that begins with the byte of the first; no other nibble changes."""
+    if start == end:
+        return
+    first, last = start // unit, -(-end // unit)
+    mask = np.full(last - first, 0xFF, np.uint8)
+    if start % unit:
+        mask[0] &= 0xF0
+    if end % unit:
+        mask[-1] &= 0x0F
+    edges = {0, last - first - 1}
+    flat[first + 1 : last - 1] = piece[1 : last - first - 1]
+    for i in edges:
+        flat[first + i] = flat[first + i] & ~mask[i] | piece[i] & mask[i]

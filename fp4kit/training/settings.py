@@ -1,0 +1,159 @@
+"""Settings of fake-quantized training: which parameters, with which recipe, and how gradients pass."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+
+# Weights of routed experts, as Megatron (linear_fc1.weight3) and Hugging Face (3.gate_proj.weight) name them.
+EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
+
+
+@dataclass(frozen=True)
+class FakeQuantSettings:
+    """What is fake-quantized in training: parameters whose names match, with one recipe.
+
+    recipe: id or Recipe, or None for no quantization at all.
+    block_size: elements that share a scale, where it is not the recipe's own.
+    parameters, exclude: wildcards (fnmatch, case counts) of names; a parameter is quantized if one of the first matches and none
+        of the second does.
+    pass_through: whether the straight-through gradient comes through whole, or only where |w| <= amax.
+    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit the recipe.
+    """
+
+    recipe: str | Recipe | None = None
+    block_size: int | None = None
+    parameters: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    pass_through: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("parameters", "exclude"):
+            patterns = getattr(self, field)
+            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+                raise ValueError(
+                    f"FakeQuantSettings: {field} is {patterns!r}; needs a tuple of wildcards, such as ({patterns!r},)"
+                )
+            object.__setattr__(self, field, tuple(patterns))
+        if self.recipe is not None:
+            find_recipe(self.recipe)
+        if self.block_size is not None:
+            self._check_block_size()
+
+    def _check_block_size(self) -> None:
+        block = None if self.recipe is None else find_recipe(self.recipe).block
+        if block is None or block[0] != 1:
+            raise ValueError(
+                f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of one row; "
+                "leave it out"
+            )
+        try:
+            size = operator.index(self.block_size)  # type: ignore[arg-type]
+        except TypeError:
+            size = 0
+        if size < 1 or size % 2:
+            raise ValueError(f"FakeQuantSettings: block_size is {self.block_size!r}; needs a positive even number")
+
+    @classmethod
+    def from_environment(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        parameters: tuple[str, ...] = EXPERT_WEIGHTS,
+        exclude: tuple[str, ...] = (),
+        pass_through: bool = True,
+    ) -> FakeQuantSettings:
+        """The settings that the flags of open training stacks ask for; off unless one of them is 1.
+
+            OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG   1: mxfp4-flashinfer, what the serving engine does to the weights
+            OPEN_TRAINING_MXFP4_BLOCK_SIZE      32
+            OPEN_TRAINING_INT4_FAKE_QAT_FLAG    1: int4-qat, clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5)
+            OPEN_TRAINING_INT4_GROUP_SIZE       128
+
+        environ: where the flags stand; None for those of the process, which nothing else in fp4kit reads.
+        parameters, exclude, pass_through: as in FakeQuantSettings; by default the weights of routed experts.
+        Raises ValueError if both flags are on, for a flag other than 0, 1 and empty, and for a size that is no positive even
+        number, also where its flag is off.
+        Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
+        """
+        env = os.environ if environ is None else environ
+        mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))
+        sizes = (_size(env, "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32), _size(env, "OPEN_TRAINING_INT4_GROUP_SIZE", 128))
+        if mxfp4 and int4:
+            raise ValueError(
+                "from_environment: OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG and OPEN_TRAINING_INT4_FAKE_QAT_FLAG are both '1'; "
+                "weights have one format: set one of them to 0"
+            )
+        if not mxfp4 and not int4:
+            return cls(None, None, parameters, exclude, pass_through)
+        recipe, size = ("mxfp4-flashinfer", sizes[0]) if mxfp4 else ("int4-qat", sizes[1])
+        return cls(recipe, size, parameters, exclude, pass_through)
+
+    @property
+    def resolved(self) -> Recipe | None:
+        """The recipe with its block size; None if nothing is quantized."""
+        if self.recipe is None:
+            return None
+        found = find_recipe(self.recipe)
+        return found if self.block_size is None else replace(found, block=(1, operator.index(self.block_size)))
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the parameter of this name is quantized."""
+        matching = any(fnmatchcase(name, pattern) for pattern in self.parameters)
+        return self.recipe is not None and matching and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
+
+    def fake_quantize(self, name: str, w: Any, *, tensor_amax: Any = None) -> Any:
+        """fp4kit.fake_quantize(w, recipe, tensor_amax=...) for a quantized parameter, else w itself.
+
+        Raises what fp4kit.fake_quantize raises, with the parameter's name before it.
+        """
+        recipe = self.resolved
+        if recipe is None or not self.is_quantized(name):
+            return w
+        with _naming(name):
+            return fake_quantize(w, recipe, tensor_amax=tensor_amax)
+
+    def backward(self, name: str, grad: Any, w: Any, *, amax: Any = None) -> Any:
+        """Gradient with respect to w: fp4kit.fake_quantize_backward for a quantized parameter, else grad itself.
+
+        amax: as there; what tensor_amax was in fake_quantize.
+        """
+        recipe = self.resolved
+        if recipe is None or self.pass_through or not self.is_quantized(name):
+            return grad
+        with _naming(name):
+            return fake_quantize_backward(grad, w, recipe, amax=amax, pass_through=False)
+
+
+@contextmanager
+def _naming(parameter: str) -> Iterator[None]:
+    """Errors begin with the parameter's name."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{parameter}: {error}") from None
+
+
+def _flag(env: Mapping[str, str], name: str) -> bool:
+    value = env.get(name, "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")
+    return value == "1"
+
+
+def _size(env: Mapping[str, str], name: str, default: int) -> int:
+    value = env.get(name, "").strip()
+    if not value:
+        return default
+    if not (value.isascii() and value.isdigit() and int(value) > 0 and int(value) % 2 == 0):
+        raise ValueError(f"from_environment: {name} is {env[name]!r}; needs a positive even number, such as {default}")
+    return int(value)

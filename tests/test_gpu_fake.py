@@ -1,0 +1,248 @@
+"""fake_quantize by a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU specification."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import INPUTS, as_strided, ordinary
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+
+import fp4kit
+from fp4kit.recipes import RECIPES
+
+pytestmark = ON_GPU
+
+DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+WITH_RULE = [r.id for r in RECIPES.values() if r.fake_rule]
+MICROXCALING = [name for name in WITH_RULE if "microxcaling" in name]
+recipes = pytest.mark.parametrize("name", WITH_RULE)
+
+
+def same(x: np.ndarray, name, **options) -> None:
+    """fake_quantize on both sides; options with arrays are given on the side of x."""
+    on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
+    y = fp4kit.fake_quantize(cupy.asarray(x), name, **on_device)
+    assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
+
+
+# ---- fake_quantize ----------------------------------------------------------------------------------------------------------
+
+
+@recipes
+def test_inputs_of_every_dtype(name) -> None:
+    for dtype in DTYPES:
+        for x in (*INPUTS.values(), blocks(dtype)):
+            with np.errstate(over="ignore"):
+                x = x.astype(dtype)
+            same(x, name)
+            same(x, name, axis=0)
+
+
+@recipes
+def test_every_golden_input(name, golden) -> None:
+    for key in golden.inputs():
+        x = golden.input(key)
+        if x.shape[1] % RECIPES[name].block_size == 0:
+            same(x, name)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].tensor_scaling != "none"])
+def test_given_amaxes(name) -> None:
+    r = RECIPES[name]
+    for amax in (3.7, 0.0, 1e-9, 1e-45, 2.0**-24, 3e38, np.inf):
+        for dtype in DTYPES:
+            x = blocks(dtype, 64, 256)
+            shape = {"tensor": (), "row": (64,), "block": (64, 256 // r.block_size)}[r.tensor_scaling]
+            same(x, name, tensor_amax=np.full(shape, amax, np.float32))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].tensor_scaling == "tensor"])
+def test_an_amax_for_each_expert(name) -> None:
+    x = ordinary(5, (4, 16, 128))
+    same(x, name, tensor_amax=np.float32([3, 50, 0.5, 700]))
+    same(as_strided(x), name, tensor_amax=np.float32([3, 50, 0.5, 700]))
+
+
+def test_calibrated_block_amaxes() -> None:
+    amax = np.exp2(np.random.default_rng(1).uniform(-20, 20, (64, 16))).astype(np.float32)
+    amax[::3, 1::4] = 0
+    for dtype in DTYPES:
+        same(blocks(dtype, 64, 256), "nvfp4-modelopt-static-fake", block_amax=amax)
+        same(blocks(dtype, 64, 256), "nvfp4-modelopt-static-fake", block_amax=amax, tensor_amax=9.5)
+
+
+@recipes
+def test_shapes_and_strides(name) -> None:
+    x = ordinary(6, (3, 96, 256))
+    same(x, name)
+    d = cupy.asarray(x)
+    for view in (np.s_[0, :, ::-1], np.s_[:, ::2], np.s_[1:2, 5:6], np.s_[:0], np.s_[:, :0], np.s_[0, 0]):
+        assert differing(fp4kit.fake_quantize(d[view], name), fp4kit.fake_quantize(x[view], name)) == 0
+    flat = cupy.asarray(x.reshape(-1))
+    for offset in (1, 2, 3):
+        y = fp4kit.fake_quantize(flat[offset : offset + 64 * 128].reshape(64, 128), name)
+        assert differing(y, fp4kit.fake_quantize(x.reshape(-1)[offset : offset + 64 * 128].reshape(64, 128), name)) == 0
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].block is None])
+@pytest.mark.parametrize("shape", [(7, 30), (1, 2), (5, 34), (33, 16), (1, 4098)])
+def test_any_length_without_blocks(name, shape) -> None:
+    for dtype in DTYPES:
+        same(ordinary(7, shape, dtype), name)
+
+
+@pytest.mark.parametrize("size", [16, 64, 128, 512])
+def test_other_block_sizes(size) -> None:
+    for name in ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int4-modelopt", "mxfp8-microxcaling-even"):
+        same(blocks(ml_dtypes.bfloat16, 16, 1024), replace(RECIPES[name], block=(1, size)))
+
+
+def test_what_has_no_kernel_is_said() -> None:
+    x = cupy.ones((32, 96), np.float32)
+    with pytest.raises(NotImplementedError, match="blocks of 1x48 with fake_rule='mx_modelopt' have no CUDA kernel"):
+        fp4kit.fake_quantize(x, replace(RECIPES["mxfp4-modelopt-fake"], block=(1, 48)))
+    with pytest.raises(ValueError, match="rounds to nearest only"):
+        fp4kit.fake_quantize(x, "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
+
+
+@pytest.mark.parametrize("name", MICROXCALING)
+def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
+    """The log2 of elements and of amaxes: all finite values, beside anchors that set the block's scale."""
+    for dtype in DTYPES[1:]:
+        bits = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+        finite = np.resize(bits[np.isfinite(bits.astype(np.float32))], (4096, 16))
+        for exponent in (-126, -24, -14, -1, 0, 1, 7, 15):
+            anchor = np.full((4096, 16), 2.0**exponent).astype(dtype)
+            same(np.concatenate([finite, anchor], axis=1), name)
+        same(np.concatenate([np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4)), finite], axis=1), name)
+
+
+@pytest.mark.parametrize("name", MICROXCALING)
+def test_float32_near_powers_of_two(name) -> None:
+    powers = np.arange(0, 255, dtype=np.uint32) << 23
+    near = (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF).astype(np.uint32).view(np.float32)
+    blocks_of = np.zeros((near.size, 32), np.float32)
+    blocks_of[:, 0], blocks_of[:, 1] = near.reshape(-1), -near.reshape(-1) / 3
+    same(blocks_of, name)
+    same(np.resize(near, (near.size // 32, 32)), name)
+
+
+def test_graph_capture() -> None:
+    x = cupy.asarray(blocks(ml_dtypes.bfloat16, 64, 4096))
+    names = ("nvfp4-modelopt-fake", "mxfp4-microxcaling-even", "int4-qat")
+    expected = [fp4kit.fake_quantize(x, name) for name in names]
+    clipped = fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        captured = [fp4kit.fake_quantize(x, name) for name in names]
+        grad = fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False)
+        graph = stream.end_capture()
+        graph.launch()
+    stream.synchronize()
+    for a, b in zip((*captured, grad), (*expected, clipped), strict=True):
+        assert differing(a, b.get()) == 0
+
+
+# ---- fake_quantize_backward -------------------------------------------------------------------------------------------------
+
+
+def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
+    given = cupy.asarray(amax) if isinstance(amax, np.ndarray) else amax
+    gpu = fp4kit.fake_quantize_backward(cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options)
+    cpu = fp4kit.fake_quantize_backward(grad, x, name, amax=amax, pass_through=False, **options)
+    assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_clip_at_the_computed_amax(name) -> None:
+    for x in INPUTS.values():
+        for axis in (0, 1):
+            same_gradient(ordinary(9), x, name, axis=axis)
+    same_gradient(ordinary(9, (2, 4, 32, 128)), as_strided(ordinary(8, (2, 4, 32, 128))), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grad", DTYPES, ids=str)
+def test_clip_at_given_amaxes(dtype, grad) -> None:
+    x, g = INPUTS["nonfinite"].astype(dtype), ordinary(9, dtype=grad)
+    rows = np.abs(ordinary(3, (128, 1)))
+    for amax in (2, 1.0, np.float32(1 + 2.0**-20), np.float32(0.5), np.inf, rows, rows[:, 0], np.abs(ordinary(4, (128, 8)))):
+        same_gradient(g, x, "nvfp4-te", amax)
+    same_gradient(g[:, :77], x[:, :77], "fp8-modelopt-channel", rows)
+    same_gradient(g[::-1, 3:80], x[:, 40:117], "fp8-modelopt", 1.5)
+
+
+def test_the_gradient_that_passes_through_is_returned() -> None:
+    grad, x = cupy.ones((2, 32), np.float32), cupy.ones((2, 32), np.float16)
+    assert fp4kit.fake_quantize_backward(grad, x, "nvfp4-te") is grad
+    assert fp4kit.fake_quantize_backward(grad[:, :0], x[:, :0], "nvfp4-te", pass_through=False).shape == (2, 0)
+
+
+def test_errors_of_the_gradient() -> None:
+    x = cupy.ones((2, 32), np.float32)
+    with pytest.raises(TypeError, match="amax is float64; needs float32 on a device"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=cupy.ones(2), pass_through=False)
+    with pytest.raises(ValueError, match=r"amax has shape \(3,\)"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=cupy.ones(3, np.float32), pass_through=False)
+    with pytest.raises(ValueError, match="must be on one device"):
+        fp4kit.fake_quantize_backward(np.ones((2, 32), np.float32), x, "nvfp4-te", pass_through=False)
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
+    y = fp4kit.fake_quantize(x, "nvfp4-modelopt-fake")
+    assert differing(y, fp4kit.fake_quantize(x.cpu(), "nvfp4-modelopt-fake")) == 0
+    grad = fp4kit.fake_quantize_backward(x, x, "nvfp4-modelopt-fake", amax=torch.tensor(0.5, device="cuda"), pass_through=False)
+    assert differing(grad, torch.where(x.abs() <= 0.5, x, 0).cpu().view(torch.uint16).numpy().view(ml_dtypes.bfloat16)) == 0
+
+
+# ---- requantize, compare, identify -------------------------------------------------------------------------------------------
+
+
+def same_requantized(q: fp4kit.Quantized, target: str, exact: bool | None = None) -> None:
+    cpu, gpu = fp4kit.requantize(q, target), fp4kit.requantize(on_gpu(q), target)
+    assert_same(gpu.quantized, cpu.quantized)
+    assert isinstance(gpu.exact, cupy.ndarray) and isinstance(gpu.changed, cupy.ndarray)
+    assert (bool(gpu.exact), int(gpu.changed)) == (cpu.exact, cpu.changed)
+    assert exact is None or cpu.exact == exact
+
+
+def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
+    parts = {name: getattr(q, name) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
+    return replace(q, **{name: None if part is None else cupy.asarray(part) for name, part in parts.items()})
+
+
+@pytest.mark.parametrize("target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-te-4over6-mae-256"])
+@pytest.mark.parametrize("source", ["mxfp4-ocp", "mxfp4-flashinfer"])
+def test_mxfp4_to_nvfp4(source, target) -> None:
+    x = ordinary(3, (64, 256))
+    same_requantized(fp4kit.quantize(x, source), target, exact=True)
+    same_requantized(fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=True)
+    wide = x * np.exp2(np.arange(64, dtype=np.float32))[:, None]
+    same_requantized(fp4kit.quantize(wide, source), target, exact=False)
+    same_requantized(fp4kit.quantize(INPUTS["nonfinite"], source), target)
+    same_requantized(fp4kit.quantize(np.zeros((2, 64), np.float32), source), target, exact=True)
+    same_requantized(fp4kit.quantize(ordinary(4, (2, 3, 16, 64)), source), target)
+
+
+@pytest.mark.parametrize("target", ["mxfp8-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-2d"])
+def test_other_targets(target) -> None:
+    for source in ("nvfp4-te", "mxfp8-te-2d", "int8-modelopt"):
+        same_requantized(fp4kit.quantize(ordinary(5, (64, 128)), source), target)
+    same_requantized(fp4kit.quantize(np.zeros((0, 64), np.float32), "nvfp4-te"), target)
+
+
+def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
+    x = ordinary(6, (64, 256), ml_dtypes.bfloat16)
+    a, b = (fp4kit.quantize(x, name) for name in ("nvfp4-te", "nvfp4-torchao"))
+    d = cupy.asarray(x)
+    assert str(fp4kit.compare(on_gpu(a), on_gpu(b))) == str(fp4kit.compare(a, b))
+    assert fp4kit.compare(on_gpu(a), a) and fp4kit.compare(d, x)
+    assert fp4kit.identify(on_gpu(b), d) == fp4kit.identify(b, x)

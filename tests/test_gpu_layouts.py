@@ -1,0 +1,162 @@
+"""transpose, swizzle, unswizzle, pack and unpack on CuPy arrays give the bytes of the CPU. These tests need a GPU."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from host.cases_layouts import random_bytes, square_blocks
+from on_gpu import ON_GPU, assert_same, cupy, differing
+
+import fp4kit
+from fp4kit.layouts import SCALE_LAYOUTS, pack, swizzle_scales, unpack
+from fp4kit.recipes import RECIPES
+
+pytestmark = ON_GPU
+
+SQUARE = ("nvfp4-te-2d", "mxfp8-te-2d")
+
+
+def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:
+    """The arrays on the device, each through `move`."""
+    move = move or (lambda a: a)
+    parts = {name: move(cupy.asarray(getattr(q, name))) for name in ("packed", "block_scale")}
+    scales = {name: cupy.asarray(getattr(q, name)) for name in ("tensor_scale", "tensor_amax")}
+    return replace(q, **parts, **scales)
+
+
+def strided(a):
+    """The same bytes with gaps along the last axis."""
+    wide = cupy.full((*a.shape[:-1], 2 * a.shape[-1]), 0xEE, np.uint8)
+    wide[..., ::2] = a
+    return wide[..., ::2]
+
+
+def misaligned(a):
+    """The same bytes, contiguous, at an odd address."""
+    room = cupy.full(a.size + 17, 0xEE, np.uint8)
+    room[1 : a.size + 1] = a.reshape(-1)
+    return room[1 : a.size + 1].reshape(a.shape)
+
+
+@pytest.mark.parametrize("name", SQUARE)
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+def test_transpose(name, layout) -> None:
+    size = RECIPES[name].block_size
+    shapes = [(size * a, size * b) for a, b in product((1, 3, 8, 37), (1, 2, 16, 65))]
+    for shape in (*shapes, (3, 4 * size, 6 * size), (2, 2, size, 17 * size), (70, 8 * size, size)):
+        q = square_blocks(RECIPES[name], layout, shape)
+        gpu, expected = fp4kit.transpose(moved(q)), fp4kit.transpose(q)
+        assert_same(gpu, expected)
+        assert_same(fp4kit.transpose(gpu), fp4kit.transpose(expected))
+
+
+@pytest.mark.parametrize("move", [strided, misaligned])
+@pytest.mark.parametrize("name", SQUARE)
+def test_transpose_strided_and_misaligned(name, move) -> None:
+    for layout in SCALE_LAYOUTS:
+        q = square_blocks(RECIPES[name], layout, (256, 320))
+        assert_same(fp4kit.transpose(moved(q, move)), fp4kit.transpose(q))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-4over6-mae-256-2d", "mxfp8-te-2d"])
+def test_transpose_equals_quantizing_the_other_axis(name) -> None:
+    x = cupy.asarray(np.random.default_rng(0).standard_normal((2, 96, 160)).astype(np.float32))
+    q = fp4kit.quantize(x, name)
+    assert_same(fp4kit.transpose(q), fp4kit.quantize(x.get(), name, axis=-2))
+    assert fp4kit.transpose(q).tensor_scale is q.tensor_scale
+
+
+def test_transpose_of_nothing() -> None:
+    for shape in ((0, 32), (32, 0), (0, 32, 32), (2, 0, 16)):
+        q = square_blocks(RECIPES["nvfp4-te-2d"], "linear", shape)
+        assert_same(fp4kit.transpose(moved(q)), fp4kit.transpose(q))
+
+
+def test_transpose_of_a_large_array() -> None:
+    """More than 2^31 codes: offsets of 64 bits."""
+    M, K = shape = (2**16, 2**15 + 32)
+    q = fp4kit.quantize(cupy.zeros((32, 32), np.float32), "nvfp4-te-2d")
+    rows, columns = cupy.arange(M, dtype=np.uint32), cupy.arange(K // 2, dtype=np.uint32)
+    packed = ((rows[:, None] * 40503 ^ columns * 30011) >> 7).astype(np.uint8)
+    blocks = cupy.arange(M // 16 * (K // 16), dtype=np.uint32).astype(np.uint8).reshape(M // 16, K // 16)
+    scales = cupy.repeat(blocks, 16, axis=0)
+    t = fp4kit.transpose(replace(q, packed=packed, block_scale=scales, shape=shape))
+    assert not (t.block_scale != cupy.repeat(blocks.T, 16, axis=0)).any()
+    for first in (0, K // 2 - 64):
+        codes = unpack(packed[:, first : first + 64].get())
+        assert differing(t.packed[2 * first : 2 * first + 128], pack(codes.T)) == 0
+
+
+@pytest.mark.parametrize(("source", "target"), [*product(SCALE_LAYOUTS, SCALE_LAYOUTS)])
+def test_swizzle(source, target) -> None:
+    for shape in ((128, 16), (1, 1), (300, 48), (129, 33), (3, 40, 64), (2, 2, 7, 130), (0, 16), (4, 0), (0, 8, 16)):
+        linear = random_bytes(shape)
+        expected = swizzle_scales(linear, target)
+        for move in (lambda a: a, strided, misaligned):
+            swizzled = fp4kit.swizzle(move(cupy.asarray(linear)), target)
+            assert differing(swizzled, expected) == 0
+            assert differing(fp4kit.unswizzle(move(swizzled), target, shape), linear) == 0
+    x = cupy.asarray(np.random.default_rng(1).standard_normal((2, 130, 96)).astype(np.float32))
+    q = fp4kit.quantize(x, "nvfp4-te", scale_layout=source)
+    assert_same(fp4kit.swizzle(q, target), fp4kit.quantize(x.get(), "nvfp4-te", scale_layout=target))
+    assert_same(fp4kit.unswizzle(q), fp4kit.quantize(x.get(), "nvfp4-te"))
+
+
+def test_pack_and_unpack() -> None:
+    for shape in ((256,), (3, 2), (5, 7, 34), (1000, 4096), (0, 4), (4, 0)):
+        codes = random_bytes(shape) & 15
+        for move in (lambda a: a, strided, misaligned):
+            packed = fp4kit.pack(move(cupy.asarray(codes)))
+            assert differing(packed, pack(codes)) == 0
+            assert differing(fp4kit.unpack(move(packed)), codes) == 0
+    assert differing(fp4kit.pack(cupy.asarray(np.uint8([0xF1, 0x92]))), np.uint8([0x21])) == 0
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    codes = random_bytes((6, 64)) & 15
+    tensor = torch.from_numpy(codes).cuda()
+    packed = fp4kit.pack(tensor)
+    assert isinstance(packed, cupy.ndarray) and differing(packed, pack(codes)) == 0
+    assert differing(fp4kit.unpack(torch.from_dlpack(packed)), codes) == 0
+    assert differing(fp4kit.swizzle(tensor, "swizzled_8x4"), swizzle_scales(codes, "swizzled_8x4")) == 0
+
+
+def test_errors_come_before_work() -> None:
+    with pytest.raises(ValueError, match="pack: the last axis has length 3"):
+        fp4kit.pack(cupy.zeros(3, np.uint8))
+    with pytest.raises(ValueError, match=re.escape("unswizzle: (9,) holds 9 scales; swizzled_128x4 of (3, 3) needs (128, 4)")):
+        fp4kit.unswizzle(cupy.zeros(9, np.uint8), "swizzled_128x4", (3, 3))
+    q = square_blocks(RECIPES["nvfp4-te-2d"], "linear", (32, 32))
+    with pytest.raises(ValueError, match="transpose: packed is on cuda:0, block_scale on cpu"):
+        fp4kit.transpose(replace(q, packed=cupy.asarray(q.packed)))
+
+
+def test_in_a_cuda_graph() -> None:
+    """No operation waits for the device, or reads from it."""
+    q = square_blocks(RECIPES["nvfp4-te-2d"], "swizzled_128x4", (512, 512))
+    gpu, results = moved(q), []
+
+    def work() -> None:
+        t = fp4kit.transpose(gpu)
+        results[:] = t, fp4kit.unswizzle(t), fp4kit.unpack(t.packed)
+        results.append(fp4kit.pack(results[2]))
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        work()
+        stream.begin_capture()
+        work()
+        graph = stream.end_capture()
+        for array in (results[0].packed, results[0].block_scale, results[1].block_scale, results[3]):
+            array.data.memset_async(0xEE, array.nbytes, stream)
+        graph.launch()
+        stream.synchronize()
+    expected = fp4kit.transpose(q)
+    assert_same(results[0], expected)
+    assert_same(results[1], fp4kit.unswizzle(expected))
+    assert differing(results[3], expected.packed) == 0

@@ -1,0 +1,16 @@
+"""The self-test on a GPU: nothing differs, and quickly enough."""
+
+from __future__ import annotations
+
+import pytest
+from on_gpu import ON_GPU
+
+from fp4kit.cli import main
+
+pytestmark = ON_GPU
+
+
+@pytest.mark.parametrize("options", [["--quick"]])
+def test_nothing_differs(options, capsys) -> None:
+    assert main(["selftest", *options]) == 0
+    assert " 0 differ, 0 errors" in capsys.readouterr().out

@@ -1,0 +1,75 @@
+"""The partial kernels, compiled by the system's C++ compiler under sanitizers, give the bytes of the NumPy specification.
+
+See host/README.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+from host.cases import F16, F32
+from host.cases_partial import GroupedTranspose, Partial
+from host.harness import Host
+from inputs import BF16
+
+from fp4kit.cuda import loader
+from fp4kit.recipes import RECIPES
+
+ALLOWED = [
+    r for r in RECIPES.values() if not r.fake_only and r.block and r.tensor_scaling in ("none", "tensor") and not r.four_over_six
+]
+CASES = [Partial(r, dtype) for r, dtype in zip(ALLOWED, cycle((F32, BF16, F16)), strict=False)]
+CASES += [
+    Partial(RECIPES["nvfp4-te-2d"], dtype) for dtype in (F32, BF16, F16) if Partial(RECIPES["nvfp4-te-2d"], dtype) not in CASES
+]
+CASES += [Partial(replace(RECIPES["nvfp4-te"], id="nvfp4-te-64", block=(1, 64)), F32)]
+CASES += [Partial(replace(RECIPES["nvfp4-te-reference-2d"], id="nvfp4-te-reference-32x32", block=(32, 32)), BF16)]
+
+TRANSPOSED = [
+    GroupedTranspose(RECIPES["nvfp4-te-2d"], shapes) for shapes in (((64, 128), (256, 64)), ((16, 80), (48, 64), (16, 16)))
+]
+TRANSPOSED += [GroupedTranspose(RECIPES["mxfp8-te-2d"], ((32, 96), (128, 128)))]
+
+
+@pytest.mark.parametrize("case", TRANSPOSED, ids=str)
+def test_transpose(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_partial(host, case):
+    host.check(case)
+
+
+# ---- these tests can fail -------------------------------------------------------------------------------------------------
+
+SEEN = r"\d+ of \d+ differ|depends on the grid or on the order of threads"
+MUTATIONS = {  # file, text, what replaces it, what is said
+    "a neighbour's nibble": ("partial.cuh", "atomicAnd(word, ~mine)", "atomicAnd(word, 0u)", SEEN),
+    "a wrong shift": ("partial.cuh", "s.shift & 8u", "s.shift & 4u", SEEN),
+    "a chunk too far": ("partial.cuh", "shift ? Shard<In>::kPerChunk : 0", "0", "buffer-overflow"),
+    "a row too few": ("partial_amax.cu", "r < R::kBlockRows", "r < R::kBlockRows - 1", SEEN),
+    "a scale row too far": (
+        "partial_scales.cu",
+        "minimum<i64>(R::kBlockRows, a.rows - row)",
+        "R::kBlockRows",
+        "buffer-overflow|" + SEEN,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_changed_line_is_seen(host, tmp_path, name):
+    file, text, changed, seen = MUTATIONS[name]
+    if seen == "buffer-overflow" and not host.compiler.sanitizes:
+        pytest.skip("the C++ compiler has no sanitizers")
+    sources = tmp_path / "cuda"
+    shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    original = (sources / file).read_text()
+    assert text in original, f"{file} has no {text!r} any more; choose another line to change"
+    (sources / file).write_text(original.replace(text, changed))
+    with Host(tmp_path, host.compiler, sources) as mutant, pytest.raises(AssertionError, match=seen):
+        mutant.check(Partial(RECIPES["nvfp4-te-2d"], F32))

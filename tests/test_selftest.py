@@ -1,0 +1,249 @@
+"""The self-test of the GPU, without one: on NumPy arrays it finds nothing, and it finds what is made wrong on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+from inputs import BF16, ordinary
+
+from fp4kit import cli_selftest, selftest, selftest_sweep
+from fp4kit.cli import main
+from fp4kit.formats import E2M1, E4M3
+from fp4kit.golden import GoldenSet
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES
+from fp4kit.selftest import Engine, Finished, Outcome, Task, compare
+from fp4kit.selftest_sweep import ALL, SIGN, SWEEPS, differences, runs
+
+NUMPY = Engine(np)
+CHUNK = 1 << 16
+
+
+class Wrong(Engine):
+    """One bit of every resulting array is wrong."""
+
+    def get(self, a):
+        if a is None or isinstance(a, Quantized):
+            return super().get(a)
+        wrong = np.array(a)
+        if wrong.size:
+            wrong.reshape(-1)[:1].view(f"u{wrong.itemsize}")[0] ^= 1
+        return wrong
+
+
+class Missing(Engine):
+    """A device that has no kernel for stochastic rounding and none to decode."""
+
+    def call(self, function, *arguments, **options):
+        if function is selftest.dequantize:
+            raise NotImplementedError("dequantize has no CUDA kernel")
+        return super().call(function, *arguments, **options)
+
+
+def comparisons(engine, golden):
+    """A small case of each part but the sweeps."""
+    return {
+        "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
+        "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
+        "fuzzed": partial(selftest.fuzzed, engine, ("mxfp4-ocp", "nvfp4-te-2d", "fp8-modelopt-channel"), 1, 30),
+        "large": partial(selftest.large, engine, "nvfp4-te", BF16, (64, 512)),
+        "every_bfloat16": partial(selftest.every_bfloat16, engine, "nvfp4-te"),
+        "every_code": partial(selftest.every_code, engine, "nvfp4-modelopt"),
+    }
+
+
+PARTS = tuple(comparisons(NUMPY, None))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_nothing_differs_on_numpy_arrays(part, golden):
+    outcome = comparisons(NUMPY, golden)[part]()
+    assert outcome.values > 0 and outcome.differing == 0 and outcome.first == ""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_wrong_bit_is_found(part, golden):
+    outcome = comparisons(Wrong(np), golden)[part]()
+    assert outcome.differing > 0 and outcome.first
+
+
+def test_what_has_no_kernel_is_left_out_and_named():
+    outcome = selftest.specification(Missing(np), "mxfp4-ocp", quick=True)
+    assert outcome.values == 0 and len(outcome.skipped) == 12
+    assert "mxfp4-ocp adversarial blocks float32: dequantize has no CUDA kernel" in outcome.skipped
+
+
+def test_compare_counts_and_says_where():
+    expected = ordinary(dtype=np.float32)
+    found = expected.copy()
+    found.view(np.uint32)[5, 7] ^= 0x80000000
+    found[9, 9] += 1
+    outcome = compare(found, expected, "x")
+    assert outcome[:2] == (expected.size, 2) and outcome.first.startswith("x: at (5, 7) 0x")
+    assert compare(expected[:4], expected, "x").differing == expected.size
+    assert compare(expected.astype(np.float16), expected, "x").first == "x: float16 (128, 128) instead of float32 (128, 128)"
+
+
+def test_compare_takes_one_nan_for_another_but_not_for_a_number():
+    nan = np.array([0x7FC00000, 0xFFC00001, 0x7FC00000], np.uint32).view(np.float32)
+    assert compare(nan, nan[::-1].copy(), "x").differing == 0
+    assert compare(np.zeros(3, np.float32), nan, "x").differing == 3
+
+
+def test_every_bfloat16_reaches_every_scale_byte():
+    """The anchors make each E8M0 byte that bfloat16 can reach, and each E4M3 byte up to 448."""
+    for id, fewest in (("mxfp4-ocp", 253), ("nvfp4-te", 126)):
+        anchors = selftest._anchors(RECIPES[id])
+        size = RECIPES[id].block_size
+        x = np.zeros((len(anchors), size), BF16)
+        x[:, -1] = anchors
+        options = {} if RECIPES[id].tensor_scaling == "none" else {"tensor_amax": E2M1.max * E4M3.max}
+        assert len(np.unique(selftest.quantize(x, id, **options).block_scale)) >= fewest
+
+
+# ---- sweeps of float32 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
+def test_runs_begin_at_the_midpoints(sweep):
+    """An even code below a midpoint keeps the tie, so that the next code begins one bit above; an odd one gives it away."""
+    element = sweep.target.element
+    midpoints = element.midpoints.astype(np.float32)
+    begins = midpoints.view(np.uint32) + (np.arange(len(midpoints)) % 2 == 0)
+    for sign in (0, SIGN):
+        starts, codes = runs(sweep, sign)
+        assert set(begins[begins < sweep.limit].tolist()) <= set(starts.tolist())
+        assert (np.diff(starts.astype(np.int64)) > 0).all() and starts[0] == 0
+        assert ((codes & element.sign_bit != 0) == (sign != 0))[codes & 0x7F != 0x7F].all() or element is E2M1
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
+def test_pieces_of_a_sweep_agree(sweep):
+    """Around zero, one, the largest value, infinity and the last NaN."""
+    found = [bits // CHUNK for bits in (0, 0x3F800000, 0x40A00000, 0x43E00000, 0x7F800000, ALL - 1) if bits < sweep.limit]
+    for piece in found:
+        compared, differing, first = differences(np, sweep, CHUNK, slice(piece, piece + 1))
+        assert compared > 0 and differing == 0 and first == ""
+
+
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
+def test_one_wrong_code_in_a_sweep_is_found(sweep, monkeypatch):
+    right = selftest_sweep.quantize
+
+    def wrong(x, *arguments, **options):
+        q = right(x, *arguments, **options)
+        if x.size > CHUNK // 2:
+            q.packed.reshape(-1)[3] ^= 1
+        return q
+
+    monkeypatch.setattr(selftest_sweep, "quantize", wrong)
+    piece = 0x3F800000 // CHUNK
+    compared, differing, first = differences(np, sweep, CHUNK, slice(piece, piece + 1))
+    at = 6 if sweep.target.is_packed else 3
+    assert (compared, differing) == (2 * CHUNK, 2)
+    assert first.startswith(f"{sweep.recipe}: bits {0x3F800000 + at:#010x} give ")
+
+
+def test_a_specification_that_falls_is_an_error(monkeypatch):
+    right = selftest_sweep.quantize
+
+    def falls(x, *arguments, **options):
+        return right(np.where(np.abs(x) > 3, np.float32(0.5), x), *arguments, **options)
+
+    monkeypatch.setattr(selftest_sweep, "quantize", falls)
+    with pytest.raises(ValueError, match="does not rise with the magnitude"):
+        runs(SWEEPS[1], 0)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def test_the_full_plan_covers_every_recipe(golden):
+    parts = {}
+    for task in selftest.plan(NUMPY, golden, quick=False):
+        parts.setdefault(task.part, set()).add(task.name)
+    assert parts["recorded outputs of the producers"] == set(RECIPES)
+    assert parts["adversarial blocks and random bits"] == {id for id, r in RECIPES.items() if not r.fake_only}
+    assert parts["every float32"] == {sweep.name for sweep in SWEEPS}
+    assert "recorded outputs of the producers" not in {task.part for task in selftest.plan(NUMPY, None, quick=False)}
+    assert len(selftest.plan(NUMPY, golden, quick=True)) < sum(map(len, parts.values()))
+
+
+def reported(monkeypatch, capsys, *outcomes):
+    """Exit status and output of a run whose tasks give these outcomes, or raise them."""
+
+    def give(outcome):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    tasks = [Task("part", f"task {i}", partial(give, outcome)) for i, outcome in enumerate(outcomes)]
+    monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
+    status = cli_selftest.report(NUMPY, None, quick=True)
+    return status, capsys.readouterr().out
+
+
+def test_the_report_of_a_good_run(monkeypatch, capsys):
+    status, out = reported(monkeypatch, capsys, Outcome(1000), Outcome(234, skipped=("mxfp4: no kernel",)))
+    assert status == 0 and "1,234 values compared, 0 differ, 0 errors" in out
+    assert "left out: mxfp4: no kernel" in out and "differs" not in out
+
+
+def test_the_report_of_a_difference(monkeypatch, capsys):
+    status, out = reported(monkeypatch, capsys, Outcome(1000), Outcome(10, 3, "codes: at (1, 2)"))
+    assert status == 1 and "differs: part: task 1: codes: at (1, 2)" in out and "1,010 values compared, 3 differ" in out
+
+
+def test_the_report_of_an_error(monkeypatch, capsys):
+    status, out = reported(monkeypatch, capsys, Outcome(1000), RuntimeError("out of memory"))
+    assert status == 1 and "task 1: RuntimeError: out of memory" in out and "1 errors" in out
+
+
+def test_comparing_nothing_is_no_success(monkeypatch, capsys):
+    assert reported(monkeypatch, capsys, Outcome(skipped=("all",)))[0] == 1
+
+
+def test_long_lists_are_cut(monkeypatch, capsys):
+    _, out = reported(monkeypatch, capsys, Outcome(1, skipped=tuple(f"reason {i:02}" for i in range(30))))
+    assert "left out: reason 19" in out and "reason 20" not in out and "left out: and 10 more" in out
+
+
+def test_finished_tasks_time_themselves():
+    (finished,) = selftest.run([Task("part", "name", lambda: Outcome(5))])
+    assert isinstance(finished, Finished) and finished.seconds >= 0 and not finished.failed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+def test_without_cupy_the_error_says_what_to_install(capsys):
+    assert main(["selftest", "--quick"]) == 2
+    err = capsys.readouterr().err
+    assert (
+        err.startswith('fp4kit selftest: fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]"') and err.count("\n") == 1
+    )
+
+
+def test_a_folder_without_recorded_outputs_is_an_error(tmp_path, capsys):
+    assert main(["selftest", "--golden", str(tmp_path)]) == 2
+    assert "is neither a golden.npz nor" in capsys.readouterr().err
+
+
+def test_an_installed_package_says_that_it_has_no_recorded_outputs(monkeypatch, capsys):
+    def no_set(cls):
+        raise FileNotFoundError
+
+    runtime = type(sys)("runtime")
+    runtime.getDeviceProperties = lambda device: {"name": b"NVIDIA X"}
+    device = type("Device", (), {"id": 0})
+    cupy = type(sys)("cupy")
+    cupy.__version__, cupy.cuda = "14", type("cuda", (), {"runtime": runtime, "Device": device})
+    monkeypatch.setattr(GoldenSet, "find", classmethod(no_set))
+    monkeypatch.setattr(cli_selftest.loader, "cupy", lambda: cupy)
+    monkeypatch.setattr(cli_selftest.loader, "compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(cli_selftest, "report", lambda engine, golden, quick: 0 if golden is None and quick else 3)
+    assert main(["selftest", "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert "NVIDIA X, CuPy 14, NVRTC 13.0" in out and "compared with the specification alone" in out

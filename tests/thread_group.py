@@ -1,0 +1,65 @@
+"""A group whose processes are threads, for tests of what communicates: on NumPy arrays, and on CuPy arrays of one GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+WAIT = 60  # seconds; a thread that fails leaves the others waiting
+
+
+class ThreadGroup:
+    """Communicator number `rank` of a group; all share barrier and slots."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank, self.size, self._slots, self._barrier = rank, len(slots), slots, barrier
+
+    def _share(self, array: Any) -> list[Any]:
+        self._barrier.wait(WAIT)
+        self._slots[self.rank] = array.copy()
+        self._barrier.wait(WAIT)
+        return list(self._slots)
+
+    def all_reduce_max(self, array: Any) -> Any:
+        """Maximum over the threads."""
+        result, *others = self._share(array)
+        for other in others:
+            result = np.maximum(result, other)  # CuPy's own, for its arrays
+        return result
+
+    def all_gather(self, array: Any, counts=None, out=None) -> Any:
+        """Arrays of all threads."""
+        parts = self._share(array)
+        assert counts is None or [part.size for part in parts] == list(counts)
+        if out is None:
+            return np.concatenate(parts)
+        place = 0
+        for part in parts:
+            out[place : place + part.size] = part
+            place += part.size
+        return out
+
+
+def run_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
+    """work(comm) of every thread, in the order of ranks; raises what one of them raised."""
+    barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
+    errors: list[BaseException] = []
+
+    def call(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadGroup(rank, slots, barrier))
+        except BaseException as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
