@@ -43,12 +43,13 @@ def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
     """The codes alone, in torch, which has bytes only: one a byte, transposed, two a byte."""
     if not bench.peers or peers.torch() is None:
         return {}
-    return peers.both_ways(bench, "torch", _transpose_nibbles, peers.tensor(packed))
+    stack = peers.torch().stack  # looked up here: torch.compile does not follow peers.torch
 
+    def transpose(packed: Any) -> Any:
+        codes = stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1).t()
+        return codes[:, 0::2] | codes[:, 1::2] << 4
 
-def _transpose_nibbles(packed: Any) -> Any:
-    codes = peers.torch().stack((packed & 15, packed >> 4), -1).reshape(packed.shape[0], -1).t()
-    return codes[:, 0::2] | codes[:, 1::2] << 4
+    return peers.both_ways(bench, "torch", transpose, peers.tensor(packed))
 
 
 def run(bench: Bench) -> None:

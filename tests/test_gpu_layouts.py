@@ -134,6 +134,9 @@ def test_errors_come_before_work() -> None:
     q = square_blocks(RECIPES["nvfp4-te-2d"], "linear", (32, 32))
     with pytest.raises(ValueError, match="transpose: packed is on cuda:0, block_scale on cpu"):
         fp4kit.transpose(replace(q, packed=cupy.asarray(q.packed)))
+    small = square_blocks(replace(RECIPES["nvfp4-te-2d"], block=(8, 8)), "linear", (32, 32))
+    with pytest.raises(NotImplementedError, match="transpose: blocks of 8x8 have no CUDA kernel; needs 16, 32 or 64"):
+        fp4kit.transpose(moved(small))
 
 
 def test_in_a_cuda_graph() -> None:

@@ -1,7 +1,12 @@
 // fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes nothing.
 #include "memory.cuh"
 
-constexpr int kThreads = 256, kRun = 16;
+constexpr int kThreads = 256;
+constexpr int kUnroll = 4;  // runs that a thread loads before it uses the first
+
+// Elements of a run: 16 bytes of the narrower type, so that a warp reads and writes whole lines of it.
+template <class In, class GradIn>
+constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 8 ? 4 : 8;
 
 struct Arguments {
   const void* grad;   // count elements of the gradient's type, contiguous
@@ -12,7 +17,7 @@ struct Arguments {
 };
 
 // Set the elements of a run that are not inside to +0.
-template <class In>
+template <class In, int kRun>
 FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 #pragma unroll
   for (int i = 0; i < run.kWords; ++i) {
@@ -39,27 +44,48 @@ FP4KIT_DEVICE void clip_elements(const Arguments& a, i64 first, i64 last) {
   }
 }
 
-// kAligned: all arrays begin at multiples of 16 bytes.
-template <class In, class GradIn, bool kAligned>
-FP4KIT_DEVICE void clip_gradient(const Arguments& a, Grid grid) {
-  const i64 runs = (a.count + kRun - 1) / kRun;
-  const bool by_run = kAligned && (a.covered >= a.count || a.covered % kRun == 0);
-  const i64 covered_runs = a.covered >= a.count ? runs : a.covered / kRun;
-  for (i64 i = first_item(grid); i < runs; i += item_stride(grid)) {
-    const i64 first = i * kRun;
-    if (!by_run || first + kRun > a.count) {
-      clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
-      continue;
-    }
-    const auto x = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + first);
-    auto grad = read_run<GradIn, kRun>(static_cast<const typename GradIn::Bits*>(a.grad) + first);
-    const float amax = a.amax[covered_runs == runs ? 0 : quotient(i, covered_runs, runs)];
-    bool inside[kRun];
+// Runs at multiples of 16 bytes, each within what one amax covers.
+template <class In, class GradIn>
+FP4KIT_DEVICE void clip_runs(const Arguments& a, Grid grid) {
+  constexpr int kRun = kClipRun<In, GradIn>;
+  const i64 runs = a.count / kRun, covered_runs = a.covered >= a.count ? runs : a.covered / kRun;
+  for (i64 start = grid.block * kThreads * kUnroll; start < runs; start += grid.blocks * kThreads * kUnroll) {
+    Run<In, kRun> x[kUnroll];
+    Run<GradIn, kRun> grad[kUnroll];
+    float amax[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kRun; ++j) inside[j] = magnitude_of(element(x, j)) <= amax;
-    mask_run<GradIn>(grad, inside);
-    store_words(static_cast<typename GradIn::Bits*>(a.out) + first, grad.w);
+    for (int k = 0; k < kUnroll; ++k) {
+      const i64 run = minimum(start + k * kThreads + threadIdx.x, runs - 1), first = run * kRun;
+      x[k] = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + first);
+      grad[k] = read_run<GradIn, kRun>(static_cast<const typename GradIn::Bits*>(a.grad) + first);
+      amax[k] = a.amax[covered_runs == runs ? 0 : quotient(run, covered_runs, runs)];
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const i64 run = start + k * kThreads + threadIdx.x;
+      if (run >= runs) break;
+      bool inside[kRun];
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) inside[i] = magnitude_of(element(x[k], i)) <= amax[k];
+      mask_run<GradIn>(grad[k], inside);
+      store_words(static_cast<typename GradIn::Bits*>(a.out) + run * kRun, grad[k].w);
+    }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(Arguments a) { clip_gradient<Input, Gradient, kAligned>(a, whole_grid()); }
+// kAligned: all arrays begin at multiples of 16 bytes.
+template <class In, class GradIn, bool kAligned>
+FP4KIT_DEVICE void clip_gradient(const Arguments& a, Grid grid) {
+  constexpr i64 kRun = kClipRun<In, GradIn>;
+  i64 done = 0;
+  if (kAligned && (a.covered >= a.count || a.covered % kRun == 0)) {
+    clip_runs<In, GradIn>(a, grid);
+    done = a.count / kRun * kRun;
+  }
+  for (i64 first = done + first_item(grid) * kRun; first < a.count; first += item_stride(grid) * kRun)
+    clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(Arguments a) {
+  clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
+}

@@ -1,6 +1,6 @@
 // fake_quantize for recipes with a rule of their own (fake.cuh): elements to the values of their quantization, in one pass.
 //
-// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads kFakeUnroll runs before it uses the first.
+// A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads a few before it uses the first.
 // Neighbouring threads share a block and find its amax together.
 #include "fake.cuh"
 #include "quantize.cuh"

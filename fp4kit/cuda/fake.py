@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, address, grid
-from fp4kit.cuda.launch import QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
+from fp4kit.cuda.geometry import THREADS, Launch, address, grid
+from fp4kit.cuda.launch import LAUNCHES, QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
@@ -17,7 +17,6 @@ from fp4kit.recipes import Recipe
 CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("count", "i8"), ("covered", "i8")])
 NARROWEST, WIDEST = 16, 512  # blocks of which the threads of a warp find the amax
 THREAD_BYTES = 64  # of x, which a thread loads at a time
-CLIP_RUN = 16  # elements of a thread that clips
 
 
 def takes_blocks(r: Recipe) -> bool:
@@ -32,18 +31,24 @@ def _function(r: Recipe, dtype: np.dtype, whole: bool, device: int) -> Any:
     return loader.function(source, "fake_kernel", device)
 
 
+@lru_cache(LAUNCHES)
+def fake_launch(r: Recipe, dtype: np.dtype, shape: tuple[int, int], whole: bool, device: int) -> Launch:
+    """What fake-quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and 0."""
+    rows, columns = rows_and_columns(shape, r)
+    work = rows * -(-columns * dtype.itemsize // THREAD_BYTES)
+    return Launch(_function(r, dtype, whole, device), grid(-(-work // THREADS), device), QUANTIZE, rows, columns)
+
+
 def fake_matrix(x: Any, r: Recipe, amax: Any, values: Any, block_amax: Any = None) -> None:
     """Values of a contiguous matrix (M, K) by r.fake_rule, into values of x's shape and dtype.
 
     amax: float32, one for the matrix, a row or a block, as r.tensor_scaling says. None where that is "none", and for "block",
     where the kernel then takes the amax of each block itself. block_amax: float32, one a block; None for those of x.
     """
-    rows, columns = rows_and_columns(x.shape, r)
-    call = _function(r, x.dtype, whole_runs(x, values, rows, columns), x.device.id)
+    whole = whole_runs(x, values, *rows_and_columns(x.shape, r))
     given = {"x": x, "values": values, "tensor_amax": amax, "block_amax": block_amax}
-    arguments = np.array([(*(address(given.get(name)) for name in QUANTIZE_POINTERS), 0, rows, columns)], QUANTIZE)
-    work = rows * -(-columns * x.dtype.itemsize // THREAD_BYTES)
-    call((grid(-(-work // THREADS), x.device.id),), (THREADS,), (arguments,))
+    launch = fake_launch(r, x.dtype, x.shape, whole, x.device.id)
+    launch(*(address(given.get(name)) for name in QUANTIZE_POINTERS), 0)
 
 
 @cache
@@ -60,4 +65,4 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     whole = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     call = _clip_function(x.dtype, grad.dtype, whole, x.device.id)
     arguments = np.array([(*map(address, (grad, x, amax, out)), x.size, x.size // amax.size)], CLIP)
-    call((grid(-(-x.size // (CLIP_RUN * THREADS)), x.device.id),), (THREADS,), (arguments,))
+    call((grid(-(-x.size * x.dtype.itemsize // (THREAD_BYTES * THREADS)), x.device.id),), (THREADS,), (arguments,))

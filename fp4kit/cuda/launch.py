@@ -5,18 +5,19 @@ Arrays are CuPy arrays of one device, with the quantized axis last; matrices (B,
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, address, aligned, grid
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
+LAUNCHES = 1024  # prepared ones that are kept, of each kind: they depend on the shapes
 WHOLE = 1 << 16  # thread blocks a multiprocessor: no thread has to loop
 THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
 _POINTER = "u8"
@@ -58,12 +59,32 @@ def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, device: int) -> i
         wide = -(-(columns // r.block_size) // (THREADS // r.block_rows))
         return grid(-(-rows // r.block_rows) * wide, device)
     work = -(-rows * (-(-columns // 16) * 16) * dtype.itemsize // (THREAD_BYTES * THREADS))
-    return grid(work, device, 6 if has_table(r) else WHOLE)
+    return grid(work, device, 24 if has_table(r) else WHOLE)
 
 
 def whole_runs(x: Any, values: Any, rows: int, columns: int) -> bool:
     """Whether every run of a matrix begins at a multiple of 16 bytes, in values too where they are written."""
     return aligned(x, columns * x.dtype.itemsize if rows > 1 else 16) and (values is None or values.data.ptr % 16 == 0)
+
+
+@lru_cache(LAUNCHES)
+def quantize_launch(
+    r: Recipe,
+    dtype: np.dtype,
+    shape: tuple[int, int],
+    whole: bool,
+    layout: str,
+    device: int,
+    *,
+    fake: bool = False,
+    stochastic: bool = False,
+    mask: int | None = None,
+) -> Launch:
+    """What quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and the seed."""
+    rows, columns = rows_and_columns(shape, r)
+    check_count(rows * columns)
+    function = _quantize_function(r, dtype, whole, layout, fake, stochastic, mask, device)
+    return Launch(function, _grid(r, dtype, rows, columns, device), QUANTIZE, rows, columns)
 
 
 def quantize_matrix(
@@ -82,14 +103,11 @@ def quantize_matrix(
     block_amax: Any = None,
 ) -> None:
     """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead."""
-    rows, columns = rows_and_columns(x.shape, r)
-    whole = whole_runs(x, values, rows, columns)
+    whole = whole_runs(x, values, *rows_and_columns(x.shape, r))
     stochastic = seed is not None or random is not None
-    device = x.device.id
-    call = _quantize_function(r, x.dtype, whole, layout, values is not None, stochastic, mask, device)
-    arrays = (x, packed, scales, values, amax, tensor_scale, block_amax, random)
-    arguments = np.array([(*map(address, arrays), seed or 0, rows, columns)], QUANTIZE)
-    call((_grid(r, x.dtype, rows, columns, device),), (THREADS,), (arguments,))
+    fake, device = values is not None, x.device.id
+    launch = quantize_launch(r, x.dtype, x.shape, whole, layout, device, fake=fake, stochastic=stochastic, mask=mask)
+    launch(*map(address, (x, packed, scales, values, amax, tensor_scale, block_amax, random)), seed or 0)
 
 
 @cache
@@ -98,15 +116,23 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
     return loader.function(source, "dequantize_kernel", device)
 
 
-def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
-    """Values of contiguous packed codes into values (M, K)."""
-    rows, columns = values.shape
+@lru_cache(LAUNCHES)
+def dequantize_launch(
+    r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
+) -> Launch:
+    """What dequantizes a matrix of a shape; called with the addresses of packed, scales, values and tensor_amax."""
+    rows, columns = shape
+    check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
-    device = values.device.id
-    call = _dequantize_function(r, layout, original, values.dtype, device)
-    arguments = np.array([(*map(address, (packed, scales, values, amax)), rows, columns)], _DEQUANTIZE)
-    call((grid(-(-rows * -(-columns // 8) * 8 // (32 * THREADS)), device, WHOLE),), (THREADS,), (arguments,))
+    blocks = grid(-(-rows * -(-columns // 8) * 8 // (32 * THREADS)), device, WHOLE)
+    return Launch(_dequantize_function(r, layout, original, dtype, device), blocks, _DEQUANTIZE, rows, columns)
+
+
+def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
+    """Values of contiguous packed codes into values (M, K)."""
+    launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
+    launch(*map(address, (packed, scales, values, amax)))
 
 
 def transform_struct(mask: int | None) -> str:
@@ -121,6 +147,16 @@ def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask
     return loader.function(source, kernel, device)
 
 
+@lru_cache(LAUNCHES)
+def amax_launch(
+    dtype: np.dtype, counted: str, by_row: bool, whole: bool, rows: int, columns: int, device: int, mask: int | None = None
+) -> Launch:
+    """What finds an amax, or one a row; called with the addresses of x and of the result, which is zero before."""
+    function = _amax_function("amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, whole, mask, device)
+    work = rows if by_row else -(-columns // (16 * THREADS))
+    return Launch(function, grid(work, device), AMAX, rows, columns)
+
+
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
     """Largest magnitude of a contiguous array (float32 ()), or of each row (M,). counted: "all", "no_nan" or "finite".
 
@@ -129,12 +165,9 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     cupy = loader.cupy()
     rows, columns = x.shape if by_row else (1, x.size)
     whole = aligned(x, columns * x.dtype.itemsize if by_row else 16)
-    kernel = "amax_rows_kernel" if by_row else "amax_kernel"
-    call = _amax_function(kernel, x.dtype, counted, whole, mask, x.device.id)
+    launch = amax_launch(x.dtype, counted, by_row, whole, rows, columns, x.device.id, mask)
     out = cupy.zeros(rows if by_row else (), np.float32)
-    arguments = np.array([(x.data.ptr, out.data.ptr, rows, columns)], AMAX)
-    work = rows if by_row else -(-x.size // (16 * THREADS))
-    call((grid(work, x.device.id),), (THREADS,), (arguments,))
+    launch(x.data.ptr, out.data.ptr)
     return out
 
 

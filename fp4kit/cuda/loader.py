@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fp4kit.cuda import nvrtc
 
 SOURCES = Path(__file__).parent
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-lineinfo")
+_NOTHING = nullcontext()
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -98,6 +100,12 @@ def cupy() -> Any:
     if not count:
         raise RuntimeError("fp4kit.cuda: the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES")
     return module
+
+
+def making_current(device: int) -> AbstractContextManager[Any]:
+    """Context in which a device is the current one: nothing to do where it already is."""
+    cuda = cupy().cuda
+    return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
 @cache

@@ -66,6 +66,10 @@ FP4KIT_DEVICE void unpack_codes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(Arguments a) { pack_codes<kAligned>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(Arguments a) {
+  pack_codes<kAligned>(a, whole_grid());
+}
 
-extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(Arguments a) { unpack_codes<kAligned>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(Arguments a) {
+  unpack_codes<kAligned>(a, whole_grid());
+}

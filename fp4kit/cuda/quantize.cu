@@ -17,17 +17,6 @@ struct Rows {
   static constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
 };
 
-constexpr int kTableSize = 128;  // codes without a sign
-
-// The scale code of a block and the factor for its elements.
-template <class R, class In>
-FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
-  const u32 code = R::BlockRule::template code<R, In>(amax, t);
-  f = R::kHasTable ? table[code % kTableSize] : factor_of<R, In>(code, t);
-  if constexpr (R::kZeroFactor) f.by = magnitude_of(amax) < kFltMin ? 0.0f : f.by;  // FlashInfer
-  return code;
-}
-
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
   constexpr int kRun = Rows<R, In>::kRun;

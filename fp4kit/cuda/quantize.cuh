@@ -5,6 +5,7 @@
 #include "layout.cuh"
 
 constexpr int kThreads = 256;
+constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
 
 struct Arguments {
   const void* x;             // rows x columns elements, contiguous
@@ -76,6 +77,15 @@ template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void load_elements(const Arguments& a, i64 first, float (&x)[kRun]) {
   load_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first, x);
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask, In>(x);
+}
+
+// The scale code of a block and the factor for its elements.
+template <class R, class In>
+FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
+  const u32 code = R::BlockRule::template code<R, In>(amax, t);
+  f = R::kHasTable ? table[code % kTableSize] : factor_of<R, In>(code, t);
+  if constexpr (R::kZeroFactor) f.by = magnitude_of(amax) < kFltMin ? 0.0f : f.by;  // FlashInfer
+  return code;
 }
 
 // Encode a finite run, or round it, and store it: first is the number of its first element.

@@ -13,6 +13,7 @@ FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, F
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
   const float scale = R::DecodeRule::template scale<R>(0u, t);
   u32 low = 0u;
+#pragma unroll 1
   for (int j = 0; j < count; ++j) {
     const float scaled = scaled_element<R, In>(In::widen(x[j]), f.by);
     const u32 code = R::kStochastic ? encode_stochastic<typename R::Element>(scaled, random_byte(a, first + j)) : encode_element<R>(scaled);
@@ -53,19 +54,21 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
     i64 firsts[Way::kUnroll];
     u32 rows[Way::kUnroll];
     int counts[Way::kUnroll];
+    float amaxes[Way::kUnroll];
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
       rows[k] = a.rows == 1 ? 0u : run / row_runs;
       const i64 column = static_cast<i64>(run - rows[k] * row_runs) * kRun;
       firsts[k] = rows[k] * a.columns + column;
+      amaxes[k] = kRows && run < runs ? a.tensor_amax[rows[k]] : 0.0f;
       counts[k] = run < runs ? static_cast<int>(minimum<i64>(kRun, a.columns - column)) : 0;
       if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + firsts[k]);
     }
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
       if (counts[k] == 0) break;
-      const TensorScale t = kRows ? tensor_scale_of<R, In>(a.tensor_amax, rows[k], 0, 1) : whole_scale;
+      const TensorScale t = kRows ? R::TensorRule::template scale<R, In>(amaxes[k]) : whole_scale;
       const Factor f = factor_of<R, In>(0u, t);
       if (even && counts[k] == kRun) {
         quantize_run<R, In, kAligned>(a, firsts[k], x[k], f, t);

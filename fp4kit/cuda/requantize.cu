@@ -1,7 +1,7 @@
 // requantize from blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, codes kept (ops/requantize.py).
 //
-// Two launches: exponents finds the range of the source's scales; keep decides by it, alike in every thread, whether all scales fit, and
-// if so overwrites codes, scales and tensor scale of a result that is right where they do not.
+// Two launches: exponents finds the range of the source's scales; keep decides by it, alike in every thread, whether all of them
+// fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
 #include "block.cuh"
 
 constexpr int kThreads = 256;
@@ -9,7 +9,7 @@ constexpr int kThreads = 256;
 struct Arguments {
   const u8* source;         // packed codes of the source, two a byte, aligned to 8 bytes
   const u8* source_scales;  // one for source_block codes
-  u32* extent;              // zeros before exponents: largest code + 1 and 256 - smallest code of scales of blocks with values, any NaN
+  u32* extent;              // zeros at first; of blocks with values: largest scale code + 1, 256 - smallest; any NaN
   u8* packed;               // what keep writes: codes,
   u8* scales;               // scales of R::kBlock codes,
   float* tensor_scale;      // 2^m,
@@ -50,7 +50,7 @@ FP4KIT_DEVICE float power_of_two(i32 exponent) {  // -149 to 127
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Whether E4M3 holds every scale under the tensor scale 2^m that puts the largest at the top, and the target's tensor rule gives 2^m.
+// Whether E4M3 holds every scale under the tensor scale 2^m that puts the largest at the top, and the tensor rule gives 2^m.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   constexpr i32 kTop = R::Scale::kEmax, kBottom = R::Scale::kEmin - R::Scale::kMantissaBits;
@@ -86,4 +86,6 @@ FP4KIT_DEVICE void keep(const Arguments& a, Grid grid) {
 
 extern "C" __global__ void __launch_bounds__(kThreads) exponents_kernel(Arguments a) { find_exponents(a, whole_grid()); }
 
-extern "C" __global__ void __launch_bounds__(kThreads) keep_kernel(Arguments a) { keep<R, Input, kUnsignedZero>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) keep_kernel(Arguments a) {
+  keep<R, Input, kUnsignedZero>(a, whole_grid());
+}

@@ -1,7 +1,7 @@
 // swizzle and unswizzle: the block scales of a stack of matrices from layout kFrom to kTo, padding zero.
 //
-// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in 8x4. So four of them
-// hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no instruction.
+// 16 bytes of a swizzled layout are 4 columns of 4 rows, which lie 32 rows apart in 128x4 and follow one another in 8x4. So
+// four of them hold the same bytes as 16 columns of these rows: a thread moves those, and the exchange costs no instruction.
 #include "layout.cuh"
 #include "memory.cuh"
 
@@ -48,8 +48,8 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Columns are a multiple of 16, pointers too. A thread block takes kHigh quads by kWide columns: whole tiles of 128x4, whole lines of the
-// linear layout; a warp takes kLow chunks of a line, so that it reads and writes whole sectors.
+// Columns are a multiple of 16, pointers too. A thread block takes kHigh quads by kWide columns: whole tiles of 128x4, whole
+// lines of the linear layout; a warp takes kLow chunks of a line, so that it reads and writes whole sectors.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
   constexpr int kLow = 4, kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 2, kWide = kThreads / kHigh * 16;

@@ -1,6 +1,6 @@
-// transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices, nothing decoded.
+// transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices. No decoding.
 //
-// S states: kBits of a code; kBlock; kLayout of the scales; kRun: bytes of scales that are written at a time, 16 where scales are swizzled.
+// S states: kBits of a code; kBlock; kLayout of the scales; kRun: bytes of scales that can be written at a time.
 // kAligned: lines of codes are whole chunks of 16 bytes, in and out.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
@@ -17,20 +17,20 @@ struct Arguments {
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
-  using U = ScaleTile<S::kBlock, T::kRows, T::kColumns>;
+  using U = ScaleTile<S::kLayout, S::kBlock, T::kRows, T::kColumns>;
   __shared__ Chunk tile[T::kChunks];
-  __shared__ Chunk scale_tile[U::kTall * U::kWide / 16];
-  u8* scale_lines = reinterpret_cast<u8*>(scale_tile);
+  __shared__ Chunk scale_chunks[(U::kScales + 15) / 16];
+  u8* scale_tile = reinterpret_cast<u8*>(scale_chunks);
   const int thread = static_cast<int>(threadIdx.x);
-  const u8 scale = load_scale<S::kLayout, S::kBlock, U>(scales, row, column, thread);
+  const u8 scale = load_scale<U>(scales, row, column, thread);
   read_tile<S::kBits, kAligned>(codes, row, column, tile);
-  put_scale<U>(scale_lines, scale, thread);
+  put_scale<U>(scale_tile, scale, thread);
   __syncthreads();
   write_tile<S::kBits, kAligned>(codes, column, row, tile);
   if constexpr (S::kRun > 1) {
-    write_scale_runs<S::kLayout, S::kBlock, T::kColumns, S::kRun, U>(scales, column, row / S::kBlock, scale_lines, thread, kThreads);
+    write_scale_runs<U, S::kRun>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
   } else {
-    write_scale_bytes<S::kLayout, S::kBlock, T::kColumns, U>(scales, column, row / S::kBlock, scale_lines, thread, kThreads);
+    write_scale_bytes<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
   }
   __syncthreads();
 }
@@ -39,9 +39,9 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
-  const i64 tall = (a.rows + T::kRows - 1) / T::kRows, wide = (a.columns + T::kColumns - 1) / T::kColumns, tiles = a.matrices * tall * wide;
+  const i64 tall = (a.rows + T::kRows - 1) / T::kRows, wide = (a.columns + T::kColumns - 1) / T::kColumns;
   const i64 codes = a.rows * a.columns * S::kBits / 8, scales = scale_bytes<S::kLayout>(a.rows, a.columns / S::kBlock);
-  const i64 scales_out = scale_bytes<S::kLayout>(a.columns, a.rows / S::kBlock);
+  const i64 scales_out = scale_bytes<S::kLayout>(a.columns, a.rows / S::kBlock), tiles = a.matrices * tall * wide;
   for (i64 t = grid.block; t < tiles; t += grid.blocks) {
     const i64 stripe = quotient(t, tall, tiles), matrix = quotient(stripe, wide, tiles);
     const CodeMatrix c{a.codes + matrix * codes, a.codes_out + matrix * codes, a.rows, a.columns};
@@ -50,4 +50,6 @@ FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) transpose_kernel(Arguments a) { transpose<S, kAligned>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) transpose_kernel(Arguments a) {
+  transpose<S, kAligned>(a, whole_grid());
+}

@@ -19,7 +19,7 @@ BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
 
 
 def source(bits: int, block: int, layout: str, whole: bool = True, run: int = 16, file: str = "transpose") -> str:
-    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; run: bytes of scales written at a time."""
+    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; run: bytes of scales that do."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}, kRun = {run}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; }};"
     return instantiation(file, struct, kAligned=whole)

@@ -1,8 +1,9 @@
-// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows / 2); 8-bit codes
-// (rows, columns) -> (columns, rows).
+// Codes of a matrix -> those of its transpose, by tiles: 4-bit codes, two a byte, (rows, columns / 2) -> (columns, rows / 2);
+// 8-bit codes (rows, columns) -> (columns, rows).
 //
-// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight, transposes squares of
-// codes in registers, and puts the words into the transposed tile in shared memory, from where whole lines are written.
+// A tile is 256 rows by lines of 128 bytes. A thread reads 16 bytes of 8 rows, so that as many loads are in flight, transposes
+// squares of codes in registers, and puts the words into the transposed tile in shared memory, from where whole lines are
+// written.
 #pragma once
 
 #include "memory.cuh"
@@ -80,7 +81,9 @@ struct CodeTile {
   static constexpr int kSquares = 8 / kCodes;  // that a thread has, one below the other, of each of its 4 words
 
   // Chunk of a line of the transpose. They are exchanged so that neither words put into it nor chunks taken out share a bank.
-  FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) { return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))]; }
+  FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) {
+    return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))];
+  }
 };
 
 // The codes from (row, column) on into the tile.
@@ -89,7 +92,8 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   using T = CodeTile<kBits>;
   const int chunk = threadIdx.x % T::kLine, group = threadIdx.x / T::kLine;
   const i64 first = row + group * 8, bytes = a.columns * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
-  const int lines = static_cast<int>(minimum<i64>(a.rows - first, 8)), count = static_cast<int>(minimum<i64>(bytes - byte, 16));
+  const int lines = static_cast<int>(minimum<i64>(a.rows - first, 8));
+  const int count = static_cast<int>(minimum<i64>(bytes - byte, 16));
   const u8* from = a.in + first * bytes + byte;
   Chunk rows[8];
 #pragma unroll
@@ -116,7 +120,8 @@ FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* t
   constexpr int kStep = T::kThreads / T::kOutLine;  // lines written at a time
   const int chunk = threadIdx.x % T::kOutLine, line = threadIdx.x / T::kOutLine;
   const i64 first = row + line, bytes = a.rows * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
-  const int lines = static_cast<int>(minimum<i64>(a.columns - first, T::kColumns)), count = static_cast<int>(minimum<i64>(bytes - byte, 16));
+  const int lines = static_cast<int>(minimum<i64>(a.columns - first, T::kColumns));
+  const int count = static_cast<int>(minimum<i64>(bytes - byte, 16));
   u8* to = a.out + first * bytes + byte;
 #pragma unroll
   for (int r = 0; r < T::kColumns; r += kStep, to += kStep * bytes)

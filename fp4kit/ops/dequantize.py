@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.layouts import unswizzle_scales
-from fp4kit.ops import check, on_device
+from fp4kit.ops import check, on_device, prepared_call
 from fp4kit.ops.quantize import matrix_part
 from fp4kit.quantized import Quantized
 from fp4kit.reference.dequantize import dequantize_matrix
@@ -34,7 +34,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         check.check_out("dequantize", "out", out, q.shape, wanted)
     _check_tensor_amax(q)
     if not isinstance(q.packed, np.ndarray):
-        return on_device.dequantize(q, wanted, out)
+        return _on_device(q, wanted, out)
     moved = np.empty(q.moved_shape, wanted)
     if moved.size:
         _run(q, moved)
@@ -43,6 +43,16 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         return values
     out[...] = values
     return out
+
+
+def _on_device(q: Quantized, dtype: np.dtype, out: Any) -> Any:
+    key, call = prepared_call.find("dequantize", (q.packed, q, out), dtype)
+    if call is not None:
+        return call(q, out)
+    values = on_device.dequantize(q, dtype, out)
+    if key is not None:
+        prepared_call.keep(key, prepared_call.dequantize(q, values))
+    return values
 
 
 def _check_tensor_amax(q: Quantized) -> None:

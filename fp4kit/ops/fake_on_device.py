@@ -29,7 +29,7 @@ def fake_quantize(op: str, p: Prepared) -> Any:
     check_supported(op, p.recipe)
     on_device.check_block_amax(op, p)
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
+    with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
         values = cupy.empty(x.shape, x.dtype)
         amax = _tensor_amax(op, p, x)
@@ -49,7 +49,7 @@ def _tensor_amax(op: str, p: Prepared, x: Any) -> Any:
 def clip_amax(op: str, p: Prepared) -> Any:
     """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
+    with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
         if p.recipe.tensor_scaling == "none":
             return launch.amax(x, launch.COUNTED[p.recipe.amax_nan])
@@ -59,7 +59,7 @@ def clip_amax(op: str, p: Prepared) -> Any:
 def clip(grad: Any, p: Prepared, amax: Any) -> Any:
     """grad where |p.x| <= amax, else 0; grad of p.x's shape, amax as _clip_amax of ops.fake_quantize gives it."""
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
+    with loader.making_current(p.x.device.id):
         x, g, limit = (cupy.ascontiguousarray(a) for a in (p.moved, np.moveaxis(grad, p.axis, -1), amax))
         out = cupy.empty(g.shape, g.dtype)
         kernels.clip_gradient(g, x, limit, out)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.interop import as_array
-from fp4kit.ops import check, fake_on_device, on_device
+from fp4kit.ops import check, fake_on_device, on_device, prepared_call
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.prepare import Prepared, prepare, stack
 from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared, random_source
@@ -38,8 +38,20 @@ def fake_quantize(
     blocks of one row and 16, 32, ... 512 columns.
     Returns a new array of x's shape and dtype, NumPy or CuPy as x is.
     """
-    r = find_recipe(recipe)
-    p = prepare("fake_quantize", x, r, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
+    key = call = None
+    if seed is None and block_amax is None:
+        key, call = prepared_call.find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
+    if call is not None:
+        return call(x, tensor_amax)
+    p = prepare("fake_quantize", x, recipe, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
+    values = _fake_quantize(p, rounding, seed)
+    if key is not None:
+        prepared_call.keep(key, prepared_call.fake_quantize(p, values))
+    return values
+
+
+def _fake_quantize(p: Prepared, rounding: str, seed: Any) -> Any:
+    r = p.recipe
     if r.fake_rule is None:
         if p.on_device:
             return on_device.fake_quantize("fake_quantize", p, random_source("fake_quantize", p, rounding))

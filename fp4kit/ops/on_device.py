@@ -14,8 +14,10 @@ import numpy as np
 from fp4kit.cuda import launch, loader, partial
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.grouped import Matrix
+from fp4kit.cuda.quantize_patch import Side, quantize_patch, supports
 from fp4kit.layouts import padded_shape
 from fp4kit.ops import check
+from fp4kit.ops.patches import as_rows, in_place, part_of, run_patches
 from fp4kit.ops.prepare import Prepared
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -87,7 +89,7 @@ def check_block_amax(op: str, p: Prepared) -> None:
 
 def plain_amax(x: Any, axis: Any) -> Any:
     """ops.amax without a recipe."""
-    with loader.cupy().cuda.Device(x.device.id):
+    with loader.making_current(x.device.id):
         rows, shape = reduced_rows(x, axis)
         return launch.amax(rows, by_row=axis is not None).reshape(shape)
 
@@ -108,7 +110,7 @@ def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
 def amax(p: Prepared) -> Any:
     """ops.amax of a recipe's blocks."""
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
+    with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
         if p.recipe.block_rows > 1:
             return tile_maxima(x, p.recipe)
@@ -143,16 +145,36 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
     check_supported(op, p.recipe)
     check_block_amax(op, p)
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
-        x = cupy.ascontiguousarray(p.moved)
+    columnwise = p.axis == p.x.ndim - 2 and in_place(p, random, mask)
+    with loader.making_current(p.x.device.id):
+        x = cupy.ascontiguousarray(p.x if columnwise else p.moved)
         amax = tensor_amax(op, p, x, mask)
         result = out or _allocate(p, layout, amax)
         if out is not None:
             _check_out(op, out, p, layout, amax)
-        _run(p, x, layout, amax, result.packed, result.block_scale, result.tensor_scale, random=random, mask=mask)
+        if columnwise and x.size:
+            run_patches(p, x, layout, amax, None, result)
+        else:
+            _run(p, x, layout, amax, result.packed, result.block_scale, result.tensor_scale, random=random, mask=mask)
         if out is not None and amax is not None:
             out.tensor_amax[...] = amax
     return result
+
+
+def quantize_both(op: str, row: Prepared, column: Prepared, layout: str) -> tuple[Quantized, Quantized]:
+    """ops.quantize_both from one read, where in_place."""
+    check_supported(op, row.recipe)
+    cupy = loader.cupy()
+    with loader.making_current(row.x.device.id):
+        x = cupy.ascontiguousarray(row.x)
+        amax = tensor_amax(op, row, x, None)
+        q_row, q_column = _allocate(row, layout, amax), _allocate(column, layout, amax)
+        if x.size:
+            run_patches(row, x, layout, amax, q_row, q_column)
+        else:
+            for q in (q_row, q_column):
+                _run(row, x, layout, amax, q.packed, q.block_scale, q.tensor_scale)
+    return q_row, q_column
 
 
 def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
@@ -160,7 +182,7 @@ def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
     check_supported(op, p.recipe)
     check_block_amax(op, p)
     cupy = loader.cupy()
-    with cupy.cuda.Device(p.x.device.id):
+    with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.moved)
         values = cupy.empty(x.shape, x.dtype)
         _run(p, x, "linear", tensor_amax(op, p, x, None), None, None, None, random=random, values=values)
@@ -212,7 +234,12 @@ def _run(
             decode_scale[...] = loader.cupy().asarray(tensor_scale(amax.get(), p.recipe, p.x.dtype).decode)
         return
     seed = random if isinstance(random, int) else None
+    square = p.recipe.block_rows > 1 and supports(p.recipe) and random is None and mask is None
     for m in matrices(p, x, layout, mask, random, amax, packed, scales, decode_scale, values):
+        if square:
+            side = None if m.packed is None else Side(m.packed, m.scales, m.tensor_scale)
+            quantize_patch(m.x, p.recipe, layout, m.amax, side, None, m.values)
+            continue
         launch.quantize_matrix(
             m.x,
             p.recipe,
@@ -250,11 +277,11 @@ def matrices(
         raise NotImplementedError("stochastic rounding of stacked matrices on a GPU needs linear scales and blocks in a row")
     given = (None if isinstance(random, int) else random, p.others.get("block_amax"))
     random, block_amax = (None if a is None else loader.cupy().ascontiguousarray(a) for a in given)
-    parts: list[Any] = [_matrices(a, B) for a in (x, packed, scales, values, block_amax)]
+    parts: list[Any] = [as_rows(a, B) for a in (x, packed, scales, values, block_amax)]
     for i in range(B):
         matrix, codes, scale_part, value_part, block_part = (_at(part, i) for part in parts)
         index = i * amax.shape[0] // B if per_expert else None
-        amax_part, decode_part = (_part(a, index, i, B, p.recipe) for a in (amax, decode_scale))
+        amax_part, decode_part = (part_of(a, index, i, B, p.recipe) for a in (amax, decode_scale))
         yield Matrix(matrix.reshape(-1, K), amax_part, codes, scale_part, decode_part, value_part, block_part, random)
 
 
@@ -270,26 +297,12 @@ def ready(a: Any) -> Any:
     return a if a.data.ptr % 16 == 0 else a.copy()
 
 
-def _matrices(a: Any, B: int) -> Any:
-    """A contiguous array as B rows."""
-    return None if a is None else a.reshape(B, -1)
-
-
-def _part(a: Any, expert: int | None, i: int, B: int, r: Recipe) -> Any:
-    """Tensor scales of matrix i: the expert's, the rows' of the matrix, or the one of all."""
-    if a is None or a.ndim == 0:
-        return a
-    if expert is not None:
-        return a[expert : expert + 1]
-    return a.reshape(B, -1)[i]
-
-
 def dequantize(q: Quantized, dtype: np.dtype, out: Any) -> Any:
     """ops.dequantize on the device of q."""
     cupy = loader.cupy()
     if out is not None and (not isinstance(out, cupy.ndarray) or out.shape != q.shape or out.dtype != dtype):
         raise ValueError(f"dequantize: out needs a CuPy array of {dtype} {q.shape}")
-    with cupy.cuda.Device(q.packed.device.id):
+    with loader.making_current(q.packed.device.id):
         direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous and out.data.ptr % 16 == 0
         moved: Any = out if direct else cupy.empty(q.moved_shape, dtype)
         if moved.size:
@@ -307,10 +320,10 @@ def _dequantize_run(q: Quantized, moved: Any) -> None:
     K = moved.shape[-1]
     per_expert = amax is not None and amax.ndim > 0 and q.recipe.tensor_scaling == "tensor"
     B = int(np.prod(moved.shape[:-2])) if moved.ndim > 2 and (q.scale_layout != "linear" or per_expert) else 1
-    arrays: list[Any] = [_matrices(a, B) for a in (ready(q.packed), ready(q.block_scale), moved)]
+    arrays: list[Any] = [as_rows(a, B) for a in (ready(q.packed), ready(q.block_scale), moved)]
     packed, scales, values = arrays
     for i in range(B):
         index = i * amax.shape[0] // B if per_expert else None
         scale_part = _at(scales, i)
-        part = _part(amax, index, i, B, q.recipe)
+        part = part_of(amax, index, i, B, q.recipe)
         launch.dequantize_matrix(packed[i], scale_part, q.recipe, q.scale_layout, part, q.dtype, values[i].reshape(-1, K))

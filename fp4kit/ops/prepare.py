@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,16 +39,24 @@ def prepare(op: str, x: Any, recipe: str | Recipe, axis: int, **others: Any) -> 
     check.check_float(op, x)
     axis = check.check_axis(op, axis, x.ndim)
     check.check_length(op, axis, x.shape[axis], r)
-    return Prepared(x, r, axis, np.moveaxis(x, axis, -1), others)
+    return Prepared(x, r, axis, x if axis == x.ndim - 1 else np.moveaxis(x, axis, -1), others)
 
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     """The arrays without a copy, all of one device: NumPy arrays, or CuPy arrays where they are on a GPU."""
+    if _one_cupy_device(named.values()):
+        return tuple(named.values())
     if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
         return as_arrays(op, **named)
     check_one_device(op, **named)
     cupy = loader.cupy()
     return tuple(a if isinstance(a, cupy.ndarray) else cupy.from_dlpack(a) for a in named.values())
+
+
+def _one_cupy_device(arrays: Iterable[Any]) -> bool:
+    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's time."""
+    cupy_array = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return cupy_array is not None and all(isinstance(a, cupy_array) for a in arrays) and len({a.device.id for a in arrays}) == 1
 
 
 def _on_cuda(a: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fp4kit.layouts import check_layout, padded_shape, swizzle_scales
-from fp4kit.ops import check, on_device
+from fp4kit.ops import check, on_device, prepared_call
 from fp4kit.ops.prepare import Prepared, prepare, stack
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -61,8 +61,16 @@ def quantize(
     Exact: the producer's bytes; recipe.exact names the exceptions (NaN and inf only).
     Source: recipe.source.
     """
+    key = call = None
+    if out is not None and hadamard is False and seed is None and block_amax is None:
+        key, call = prepared_call.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
+    if call is not None:
+        return call(x, tensor_amax, out)
     p = prepare("quantize", x, recipe, axis, tensor_amax=tensor_amax, block_amax=block_amax, seed=seed)
-    return quantize_prepared("quantize", p, scale_layout, rounding, hadamard, out)
+    q = quantize_prepared("quantize", p, scale_layout, rounding, hadamard, out)
+    if key is not None:
+        prepared_call.keep(key, prepared_call.quantize(p, scale_layout))
+    return q
 
 
 def quantize_both(
@@ -88,6 +96,10 @@ def quantize_both(
         raise TypeError("quantize_both: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     other = None if seed is None else operator.index(seed) + 1
     column = prepare("quantize_both", x, recipe, -2, tensor_amax=tensor_amax, block_amax=None, seed=other)
+    if p.on_device and rounding == "nearest" and seed is None and not hadamard and on_device.in_place(p, None, None):
+        check.check_has_codes("quantize_both", p.recipe)
+        check_layout(scale_layout)
+        return on_device.quantize_both("quantize_both", p, column, scale_layout)
     q_row = quantize_prepared("quantize_both", p, scale_layout, rounding, False, None)
     return q_row, quantize_prepared("quantize_both", column, scale_layout, rounding, hadamard, None)
 

@@ -25,7 +25,8 @@ def transpose(q: Quantized) -> Quantized:
         the block. Any scale layout; the result has the same.
     Returns Quantized with the other axis: packed (..., K, M/2) from (..., M, K/2), block_scale (..., K, M/block), both where
         those of q are; tensor_scale and tensor_amax are q's own.
-    Raises ValueError for other recipes, axes or lengths, or arrays of several devices.
+    Raises ValueError for other recipes, axes or lengths, or arrays of several devices; on a GPU NotImplementedError for blocks of
+        other sizes than 16, 32 and 64.
     Exact: equals quantize(x, recipe, axis=-2) byte for byte; transpose(transpose(q)) is q.
     """
     check.check_quantized("transpose", q, on_device=True)
@@ -57,7 +58,9 @@ def _moved_on_device(packed: Any, scales: Any, q: Quantized, shape: tuple[int, .
     cupy = loader.cupy()
     *lead, K, M = shape
     if size not in launch.BLOCKS:
-        raise NotImplementedError(f"transpose: blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; use .get() arrays")
+        raise NotImplementedError(
+            f"transpose: blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()"
+        )
     with cupy.cuda.Device(packed.device.id):
         codes = cupy.empty(packed_shape(shape, q.recipe), np.uint8)
         block_scale = cupy.empty(padded_shape(scale_shape(shape, q.recipe), q.scale_layout), np.uint8)

@@ -34,7 +34,7 @@ class Transpose:
 
     recipe: Recipe
     layout: str = "linear"
-    shapes: tuple[tuple[int, int, int], ...] = ((1, 64, 128), (2, 320, 192), (1, 16 * 9, 16 * 11), (3, 32, 32))
+    shapes: tuple[tuple[int, int, int], ...] = ((1, 64, 128), (2, 320, 192), (1, 144, 176), (3, 32, 32), (1, 48, 144))
     misalignment: int = 0
 
     def __str__(self) -> str:
@@ -46,7 +46,8 @@ class Transpose:
             shape = (B, -(-rows // size) * size, -(-columns // size) * size)
             q = square_blocks(self.recipe, self.layout, shape)
             expected = fp4kit.transpose(q)
-            codes, scales = (DeviceArray.output(a.shape, np.uint8) for a in (expected.packed, expected.block_scale))
+            outputs = (expected.packed, expected.block_scale)
+            codes, scales = (DeviceArray.output(a.shape, np.uint8, self.misalignment) for a in outputs)
             given = (DeviceArray(a, self.misalignment) for a in (q.packed, q.block_scale))
             transpose.transpose(*given, self.recipe, self.layout, codes, scales, shape)
             yield f"codes of {shape}", codes.array, expected.packed

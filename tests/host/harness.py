@@ -316,11 +316,10 @@ def launch_one(program: Program, number: int, grid: int, threads: int, arguments
     """
     names: dict[DeviceArray, str] = {}
     held: list[tuple[int, DeviceArray, int]] = []
-    for name in arguments.dtype.names:
-        value, offset = int(arguments[name][0]), arguments.dtype.fields[name][1]
+    for i, value in enumerate(np.frombuffer(arguments.tobytes(), np.uint64).tolist()):
         if value in DeviceArray.at:
-            names.setdefault(DeviceArray.at[value], name)
-            held.append((IN_ARGUMENTS, DeviceArray.at[value], offset))
+            names.setdefault(DeviceArray.at[value], arguments.dtype.names[i] if arguments.dtype.names else f"argument {i}")
+            held.append((IN_ARGUMENTS, DeviceArray.at[value], 8 * i))
     for holder, table in enumerate(list(names)):
         for offset, array in table.pointers():
             names.setdefault(array, f"array {len(names)}, of {names[table]}")

@@ -1,0 +1,63 @@
+// What the fake quantizers of fake.cuh compute with: scales; quotients and roundings of ordinary elements in few instructions.
+#pragma once
+
+#include "block.cuh"
+
+// encode: what elements are multiplied with on the way in; decode: on the way out. Where a rule divides, one of them is the
+// divisor and the other its rounded reciprocal, or NaN where quotients by way of the reciprocal could be wrong.
+struct FakeScale {
+  float encode, decode;
+};
+
+// a / divisor, rn, where the quotient is far from overflow and underflow; reciprocal = 1 / divisor, rn (Markstein). Seen to be so
+// for all 2^23 significands of divisors: at ties of E2M1 and of integers up to 7, beside them, and for integers up to 128.
+FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
+  const float near = a * reciprocal;
+  return fma_rn(fma_rn(-near, divisor, a), reciprocal, near);
+}
+
+FP4KIT_DEVICE bool is_moderate(float x) { return x > 8.271806e-25f && x < 1.2089258e24f; }  // 2^-80, 2^80
+
+// 1 / divisor where quotient_by may use it, else NaN.
+FP4KIT_DEVICE float safe_reciprocal(float divisor) { return is_moderate(divisor) ? 1.0f / divisor : nan_value(); }
+
+// amax / the largest value of a format; any amax.
+template <class F>
+FP4KIT_DEVICE float over_max(float amax) {
+  return is_moderate(amax) ? quotient_by(amax, max_of<F>(), 1.0f / max_of<F>()) : amax / max_of<F>();
+}
+
+// The nearest integer, ties to even, of |x| < 2^22. Zero is +0.
+FP4KIT_DEVICE float nearest_integer(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
+
+// floor(x) of 0 <= x < 2^23.
+FP4KIT_DEVICE float floor_of(float x) { return add_rz(x, 8388608.0f) - 8388608.0f; }
+
+FP4KIT_DEVICE float with_sign_of(float magnitude, float x) { return float_of(bits_of(magnitude) | (bits_of(x) & 0x80000000u)); }
+
+// The nearest value of a format to a >= 0, ties to even, by its code: any a; NaN becomes the format's NaN or its largest value.
+template <class F>
+FP4KIT_DEVICE float nearest(float a) { return decode<F>(encode<F, Rounding::rn, Sign::signbit, F::kNanCode>(a)); }
+
+// The same for x of either sign, not NaN, at most saturation() unless kClamp: with e the exponent of max(|x|, 2^emin), adding and
+// subtracting 1.5 * 2^(e + 23 - M) rounds x to the grid. Zero is +0.
+template <class F, bool kClamp>
+FP4KIT_DEVICE float nearest_finite(float x) {
+  if constexpr (kClamp) x = fminf(fmaxf(x, -max_of<F>()), max_of<F>());
+  const u32 e = bits_of(fmaxf(magnitude_of(x), float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits;
+  const float magic = float_of(e) * (1.5f * static_cast<float>(1 << (23 - F::kMantissaBits)));
+  return (x + magic) - magic;
+}
+
+// Half a step above the largest value, less a margin for the rounding of what is compared with it.
+template <class F>
+FP4KIT_DEVICE float saturation() {
+  return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * 0.9990234375f;
+}
+
+// Whether products with s.encode need no clamp, or with one are far from overflow: false for NaN. An amax that is given, not
+// found, is often below the largest element.
+template <class R>
+FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
+  return float_of(largest) * s.encode < (R::kStatic ? 1.2089258e24f : saturation<typename R::Element>());  // 2^80
+}

@@ -1,0 +1,84 @@
+// microxcaling's fake quantizer (see fake.cuh): a float32 log2, and every operation rounded to In.
+#pragma once
+
+#include "fake_arith.cuh"
+
+// floor(log2(x)) with log2 rounded to In is one too large for the last values of In below a power of two: with u the exponent, or
+// its complement where negative, for the last floor(ln 2 * 2^j) of them, 2^j <= u < 2^(j + 1); fewer where In has few bits.
+// Byte j of kCounts is that number; kShift turns steps of In into steps of float32. Seen to be the log2 of the specification for
+// every value of float16 and bfloat16 and, 300 steps to each side of every power of two, of float32.
+template <class In>
+struct BelowPower {
+  static constexpr u64 kCounts = 0x582C160B05020100u;
+  static constexpr int kShift = sizeof(typename In::Bits) == 4 ? 0 : 13;
+};
+template <>
+struct BelowPower<Bfloat16> {
+  static constexpr u64 kCounts = 0x4A28150A05020100u;
+  static constexpr int kShift = 16;
+};
+
+// floor(log2(x)) of a normal x > 0 that is the value of these bits times 2^-down.
+template <class In>
+FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
+  const i32 exponent = static_cast<i32>(bits >> 23) - 127 - down;
+  const u32 u = static_cast<u32>(exponent < 0 ? ~exponent : exponent) | 1u;
+  const u32 count = static_cast<u32>(BelowPower<In>::kCounts >> (8 * (31 - __clz(u)))) & 0xFFu;
+  return static_cast<i32>((bits + (count << BelowPower<In>::kShift)) >> 23) - 127 - down;
+}
+
+enum class HalfWay { away, even, none };
+
+// s = 2^(floor(log2(amax)) - emax); y = round(x / s) * s.
+template <HalfWay kHalfWay, bool kFlushBlocks = false>
+struct fake_microxcaling {
+  static constexpr bool kHasCodes = false;
+  template <class R, class In>
+  FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
+    const float positive = amax == 0.0f ? round_to<In>(kFltMin) : amax;
+    if (!(positive > 0.0f && is_finite(positive))) return {nan_value(), nan_value()};  // float16 has no 2^-126: log2(0)
+    const bool subnormal = positive < kFltMin;
+    const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 18446744073709551616.0f : positive), subnormal ? 64 : 0);
+    const i32 exponent = maximum(shared - R::Element::kEmax, -127);
+    const float decode = round_to<In>(decode_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
+    if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};  // x / 0 * 0
+    return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
+  }
+  template <class In>
+  FP4KIT_DEVICE float rounded(float a) {
+    if constexpr (kHalfWay == HalfWay::none) return floor_of(a);
+    const float up = floor_of(round_to<In>(a + 0.5f));
+    if constexpr (kHalfWay == HalfWay::away) return up;
+    const float half = (a - 0.5f) * 0.5f;  // whole, for a = 0.5, 2.5, 4.5, ...
+    return nearest_integer(half) == half ? up - 1.0f : up;
+  }
+  // 2^floor(log2(a)), at least 2^emin, as the bits of a float32. Where halves are rounded, the few values whose log2 is one too
+  // large become the power of two above them by either exponent.
+  template <class R, class In>
+  FP4KIT_DEVICE u32 power_below(float a) {
+    const u32 bits = bits_of(fmaxf(a, float_of(static_cast<u32>(R::Element::kEmin + 127) << 23)));
+    if constexpr (kHalfWay != HalfWay::none) return bits & kInfinityBits;
+    return static_cast<u32>(log2_floor<In>(bits) + 127) << 23;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float value(float x, FakeScale s) {
+    constexpr u32 kMantissa = static_cast<u32>(R::Element::kMantissaBits) << 23;
+    if (kFlushBlocks && s.encode == 0.0f) x = 0.0f;
+    const float scaled = round_to<In>(x * s.encode);
+    float a = magnitude_of(scaled);  // below 2^(emax + 1), if amax is that of the block
+    if constexpr (R::kStatic) a = fminf(a, float_of(static_cast<u32>(R::Element::kEmax + 2 + 127) << 23));
+    const u32 power = power_below<R, In>(a);
+    const float steps = a * float_of((254u << 23) + kMantissa - power);
+    float y = fminf(rounded<In>(steps) * float_of(power - kMantissa), max_of<typename R::Element>());
+    if constexpr (R::kStatic) y = is_finite(scaled) ? y : magnitude_of(scaled);
+    return with_sign_of(y * s.decode, scaled + 0.0f);  // -0 + 0 = +0
+  }
+  template <class R>
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return true; }
+  template <class R, class In>
+  FP4KIT_DEVICE float plain(float x, FakeScale s) { return value<R, In>(x, s); }
+};
+struct fake_microxcaling_nearest : fake_microxcaling<HalfWay::away> {};
+struct fake_microxcaling_nearest_flush : fake_microxcaling<HalfWay::away, true> {};
+struct fake_microxcaling_even : fake_microxcaling<HalfWay::even> {};
+struct fake_microxcaling_floor : fake_microxcaling<HalfWay::none> {};

@@ -1,0 +1,32 @@
+"""What the tests of amax states share: names of quantizers, values with an amax of its own for every expert, comparison."""
+
+import numpy as np
+
+from fp4kit.testing import assert_same_bits
+from fp4kit.training.amax_state import AmaxCollector
+
+FC1, FC2 = (f"decoder.layers.0.mlp.experts.linear_{name}.weight_quantizer" for name in ("fc1", "fc2"))
+QKV = "decoder.layers.0.self_attention.linear_qkv.input_quantizer"
+BASE = "m.weight_quantizer"
+SHAPES = {"scalar": (), "rows": (6, 1), "blocks": (4, 3)}
+
+
+def state_of(values):
+    """A frozen state of {key: value}."""
+    collector = AmaxCollector()
+    for key, value in values.items():
+        collector.collect(key, np.asarray(value, np.float32))
+    return collector.freeze()
+
+
+def experts_of(n, shape=(), base=FC1, seed=0):
+    """{base.i: a value of its own} for n experts."""
+    rng = np.random.default_rng(seed)
+    return {f"{base}.{i}": (i + 1 + rng.random(shape)).astype(np.float32) for i in range(n)}
+
+
+def assert_same_state(state, values):
+    """The keys of values, in any spelling, and their bits."""
+    assert len(state) == len(values)
+    for key, value in values.items():
+        assert_same_bits(state[key], np.asarray(value, np.float32), key)

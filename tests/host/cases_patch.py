@@ -1,0 +1,89 @@
+"""Cases of quantize_patch: along columns, both ways, square blocks, their fake quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from host.cases import F32, Result, copies, device, matrix
+from host.harness import DeviceArray
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.cuda.quantize_patch import Side, quantize_patch
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+
+
+def side(q: Quantized, layout: str) -> Side:
+    """Arrays to fill in place of those of q."""
+    make = DeviceArray.output if layout == "linear" else DeviceArray.zeros
+    return Side(DeviceArray.output(q.packed.shape, np.uint8), make(q.block_scale.shape, np.uint8), copies(q.tensor_amax))
+
+
+def results(name: str, made: Side, q: Quantized) -> Iterator[Result]:
+    yield f"{name} packed", made.packed.array, q.packed
+    yield f"{name} scales", made.scales.array, q.block_scale
+    if made.tensor_scale is not None:
+        yield f"{name} tensor_scale", made.tensor_scale.array, q.tensor_scale
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An instantiation of quantize_patch, on matrices of whole tiles and less, finite and not."""
+
+    recipe: Recipe
+    dtype: np.dtype = BF16
+    layout: str = "linear"
+    fake: bool = False
+    misaligned: bool = False
+
+    def __str__(self) -> str:
+        flags = [name for name in ("fake", "misaligned") if getattr(self, name)]
+        return "-".join([self.recipe.id, str(self.dtype), self.layout, *flags])
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        size = self.recipe.block_size
+        yield ordinary(7, (5 * size, 304 if self.recipe.block_rows < 32 else 320), self.dtype)
+        yield matrix("adversarial", self.dtype, self.recipe)[: 3 * size, :176 if self.recipe.block_rows < 32 else 192]
+        x = ordinary(8, (size, 48 if self.recipe.block_rows < 32 else 64), self.dtype)
+        places = np.random.default_rng(1).permutation(x.size)[: x.size // 60]
+        x.reshape(-1)[places] = np.resize(np.array([np.inf, np.nan, -np.inf, -np.nan], self.dtype), len(places))
+        yield x
+
+    def run(self) -> Iterator[Result]:
+        for x in self.matrices():
+            for amax in (None, np.float32(3.7)) if self.recipe.tensor_scaling == "tensor" else (None,):
+                yield from self.compare(x, amax)
+
+    def compare(self, x: np.ndarray, amax: np.float32 | None) -> Iterator[Result]:
+        options = {"tensor_amax": amax, "scale_layout": self.layout}
+        column = fp4kit.quantize(x, self.recipe, axis=0, **options)
+        given, source = device(column.tensor_amax), DeviceArray(x, self.dtype.itemsize * self.misaligned)
+        whole = x.shape[1] % self.recipe.block_size == 0
+        if self.fake:
+            values = DeviceArray.output(x.shape, x.dtype)
+            quantize_patch(source, self.recipe, "linear", given, None, None, values)
+            yield "values", values.array, fp4kit.dequantize(fp4kit.quantize(x, self.recipe, tensor_amax=amax))
+            return
+        for rowwise, columnwise in ((False, True), (True, True), (True, False)):
+            if rowwise and not whole:
+                continue
+            row = fp4kit.quantize(x, self.recipe, **options) if rowwise else None
+            sides = (side(row, self.layout) if rowwise else None, side(column, self.layout) if columnwise else None)
+            quantize_patch(source, self.recipe, self.layout, given, *sides)
+            if row is not None:
+                yield from results("row", sides[0], row)
+            if columnwise:
+                yield from results("column", sides[1], column)
+
+
+def patches(recipes: list[Recipe]) -> list[Patch]:
+    """A case for each recipe, types and options dealt out among them."""
+    found = [Patch(r, (BF16, F32, np.dtype(np.float16))[i % 3], misaligned=i % 4 == 3) for i, r in enumerate(recipes)]
+    more = ("mxfp4-te", "nvfp4-modelopt", "mxfp8-te-2d", "nvfp4-te-2d", "mxfp4-flashinfer")
+    found += [Patch(r, BF16) for r in recipes if r.id in more]
+    square = [r for r in recipes if r.block_rows > 1]
+    found += [Patch(r, (BF16, F32)[i % 2], fake=True, misaligned=i % 2 == 1) for i, r in enumerate(square)]
+    return found + [Patch(r, BF16, "swizzled_128x4") for r in recipes if r.id in ("nvfp4-te", "mxfp8-te-2d", "nvfp4-te-2d")]

@@ -1,0 +1,50 @@
+"""Columnwise quantization and both ways from one read give, on a GPU, the bytes of the CPU specification."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy
+
+import fp4kit
+from fp4kit.cuda.quantize_patch import supports
+from fp4kit.recipes import RECIPES
+
+pytestmark = ON_GPU
+SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and supports(r)]
+DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
+
+
+def check_both(x: np.ndarray, name: str, **options) -> None:
+    cpu, gpu = fp4kit.quantize_both(x, name, **options), fp4kit.quantize_both(cupy.asarray(x), name, **options)
+    for a, b in zip(gpu, cpu, strict=True):
+        assert_same(a, b)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_every_recipe_both_ways(name) -> None:
+    dtype = DTYPES[SUPPORTED.index(name) % 3]
+    check_both(blocks(dtype, 160, 416), name)
+    check(blocks(dtype, 96, 288), name, axis=0)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp", "mxfp8-te-2d"])
+def test_shapes_layouts_and_stacks(name) -> None:
+    rng = np.random.default_rng(0)
+    for shape in ((32, 32), (2, 64, 320), (416, 1056), (3, 0, 64), (64, 0)):
+        x = rng.standard_normal(shape).astype(np.float32)
+        for layout in ("linear", "swizzled_128x4", "swizzled_8x4"):
+            check_both(x, name, scale_layout=layout)
+    flat = rng.standard_normal(1 + 64 * 96).astype(ml_dtypes.bfloat16)
+    d = cupy.asarray(flat)[1:].reshape(64, 96)
+    assert d.data.ptr % 16
+    assert_same(fp4kit.quantize(d, name, axis=0), fp4kit.quantize(flat[1:].reshape(64, 96), name, axis=0))
+    assert_same(fp4kit.quantize(d.T, name, axis=0), fp4kit.quantize(flat[1:].reshape(64, 96).T, name, axis=0))
+
+
+def test_one_amax_for_each_expert() -> None:
+    x = np.random.default_rng(1).standard_normal((3, 64, 96)).astype(np.float32)
+    amax = [1.0, 2.0, 3.5]
+    check_both(x, "nvfp4-te", tensor_amax=amax)
+    check(x, "nvfp4-te-2d", axis=1, tensor_amax=amax)
