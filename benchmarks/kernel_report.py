@@ -94,7 +94,7 @@ def layout_kernels() -> Iterator[Kernel]:
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
             yield Kernel("transpose_kernel", id, f"{bits} bits", layout, transpose.source(bits, size, layout))
-        words = transpose.source(bits, size, "linear", False, 1)
+        words = transpose.source(bits, size, "linear", False, False)
         yield Kernel("transpose_kernel", id, f"{bits} bits", "linear, misaligned", words)
     for layout in SCALE_LAYOUTS[1:]:
         yield Kernel("swizzle_kernel", "", "scales", f"linear to {layout}", swizzle.source("linear", layout))

@@ -160,12 +160,14 @@ def _summary_cells(row: Row) -> tuple[str, ...]:
     return row.operation, row.recipe, SHORT.get(row.dtype, row.dtype), f"{row.us:.0f} us", efficiency, against
 
 
-def write(record: Record, folder: Path) -> list[Path]:
-    """Write JSON, table and plot of a run into a folder; returns their paths."""
+def write(record: Record, folder: Path, plotted: bool = True) -> list[Path]:
+    """Write JSON, table and, if plotted, the plot of a run into a folder; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{slug(record)}{suffix}" for suffix in (".json", ".md", ".svg")]
     paths[0].write_text(json.dumps(record, indent=1) + "\n")
     paths[1].write_text(markdown(record))
+    if not plotted:
+        return paths[:2]
     try:
         plot(record, paths[2])
     except ImportError:

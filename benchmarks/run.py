@@ -13,6 +13,7 @@ import importlib
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import report
@@ -41,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def run(bench: Bench, chosen: list[str]) -> dict[str, str]:
-    """Run the chosen benchmarks; gives why, for those that stopped."""
+def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None]) -> dict[str, str]:
+    """Run the chosen benchmarks, and save after each; gives why, for those that stopped."""
     errors = {}
     for name in chosen:
         start = time.perf_counter()
@@ -54,6 +55,7 @@ def run(bench: Bench, chosen: list[str]) -> dict[str, str]:
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]
         bench.release()
         print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
+        save(errors)
     return errors
 
 
@@ -61,13 +63,18 @@ def main() -> int:
     """Run, print, write."""
     args = parser().parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
-    errors = run(bench, args.only or names())
-    record = bench.record() | {"errors": errors}
-    record["commit"] = args.commit or record["commit"]
-    print(report.heading(record))
     output = args.output or (None if args.only or args.quick else HERE / "results")
-    if output is not None:
-        print(*report.write(record, output), sep="\n")
+
+    def save(errors: dict[str, str], plotted: bool = False) -> None:
+        record = bench.record() | {"errors": errors}
+        record["commit"] = args.commit or record["commit"]
+        if output is not None:
+            report.write(record, output, plotted)
+
+    errors = run(bench, args.only or names(), save)
+    save(errors, plotted=True)
+    print(report.heading(bench.record()))
+    print(f"written to {output}" if output is not None else "not written: name a folder with --output")
     return 1 if errors else 0
 
 

@@ -66,6 +66,9 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({self.id!r})"
 
+    def __hash__(self) -> int:
+        return hash(self.id)  # a hash of all fields takes as long as the rest of a lookup
+
     @property
     def block_size(self) -> int:
         """Elements along the quantized axis that share a block scale (1 where there are no blocks)."""

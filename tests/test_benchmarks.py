@@ -225,8 +225,9 @@ def test_the_driver_goes_on_after_a_failure(monkeypatch, capsys):
 
     monkeypatch.setitem(sys.modules, "bench_a", SimpleNamespace(run=fails))
     monkeypatch.setitem(sys.modules, "bench_b", SimpleNamespace(run=lambda bench: bench.done.append("b")))
-    bench = SimpleNamespace(done=[], release=lambda: None)
-    assert run.run(bench, ["a", "b"]) == {"a": "AssertionError: wrong result"} and bench.done == ["b"]
+    bench, saved = SimpleNamespace(done=[], release=lambda: None), []
+    errors = run.run(bench, ["a", "b"], lambda errors: saved.append((dict(errors), list(bench.done))))
+    assert errors == {"a": "AssertionError: wrong result"} and saved == [(errors, []), (errors, ["b"])]
 
 
 def test_committed_tables_are_those_of_the_records():

@@ -92,6 +92,8 @@ def test_given_amaxes() -> None:
     check(x, "nvfp4-te", tensor_amax=3.0)
     check(x.reshape(4, 16, 128), "nvfp4-te", tensor_amax=np.float32([1, 2, 3, 4]).tolist())
     check(x, "nvfp4-modelopt", tensor_amax=cupy.asarray(np.float32(2.5)))
+    for dtype in DTYPES:  # matrices that begin anywhere in their stack
+        check(blocks(dtype, 15, 20).reshape(3, 5, 20), "fp8-modelopt", tensor_amax=[1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="NaN"):
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=float("nan"))
     with pytest.raises(ValueError, match="x is on cuda:0, tensor_amax on cpu"):
@@ -231,3 +233,22 @@ def test_block_amaxes_are_checked() -> None:
 def test_blocks_that_are_no_whole_runs() -> None:
     with pytest.raises(NotImplementedError, match="blocks of 1x48 have no CUDA kernel"):
         fp4kit.quantize(cupy.ones((2, 96), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 48)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
+def test_more_than_2_31_elements(name) -> None:
+    """Rows repeat, so that the last ones have the bytes of the first."""
+    rows, columns, period = 131200, 16384, 64
+    if cupy.cuda.runtime.memGetInfo()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of free device memory")
+    part = np.random.default_rng(7).standard_normal((period, columns)).astype(ml_dtypes.bfloat16)
+    x = cupy.tile(cupy.asarray(part), (rows // period, 1))
+    assert x.size > 2**31
+    cpu, q = fp4kit.quantize(part, name), fp4kit.quantize(x, name)
+    values = fp4kit.dequantize(q)
+    for start in (0, rows // 2 // period * period, rows - period):
+        cut = slice(start, start + period)
+        assert differing(q.packed[cut], cpu.packed) == 0
+        assert cpu.block_scale is None or differing(q.block_scale[cut], cpu.block_scale) == 0
+        assert differing(values[cut], fp4kit.dequantize(cpu)) == 0
+        assert differing(fp4kit.fake_quantize(x[cut], name, tensor_amax=q.tensor_amax), fp4kit.fake_quantize(part, name)) == 0

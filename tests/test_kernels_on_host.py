@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, Dequantize, Quantize
+from host.cases import F16, F32, Amax, Dequantize, Guards, Quantize
 from host.harness import Host
 from inputs import BF16
 
@@ -41,6 +41,11 @@ RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quant
 TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
 TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]
 CALIBRATED = [Quantize(r, block_amax=True) for r in WITH_CODES if r.static]
+FOUR_OVER_SIX = ("te-4over6-mse-448", "te-4over6-mae-256-2d", "te-4over6-mse-256-fasterr", "flashinfer-4over6-mae-448")
+GUARDS = [Guards(RECIPES[f"nvfp4-{id}"], dtype) for id, dtype in zip(FOUR_OVER_SIX, (BF16, F32, F16, BF16), strict=True)]
+GUARDS += [Guards(replace(GUARDS[0].recipe, id="4over6-rows", tensor_scaling="row")), Guards(GUARDS[3].recipe, F32, fake=True)]
+GUARDS += [Guards(RECIPES[id], dtype, rounding="seed") for id in ("nvfp4-te", "nvfp4-flashinfer") for dtype in (BF16, F32)]
+GUARDS += [Guards(RECIPES[id], rounding="bytes") for id in ("mxfp4-te", "mxfp8-te", "nvfp4-modelopt")]
 DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
@@ -52,6 +57,11 @@ AMAX += [Amax(dtype, mask=TE_SIGN_MASK) for dtype in (F32, F16, BF16)] + [Amax(B
 
 @pytest.mark.parametrize("case", QUANTIZE + LAYOUTS + RANDOM + TRANSFORMED + CALIBRATED, ids=str)
 def test_quantize(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", GUARDS, ids=str)
+def test_guards_of_short_ways(host, case):
     host.check(case)
 
 

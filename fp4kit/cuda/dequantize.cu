@@ -7,7 +7,7 @@
 constexpr int kThreads = 256;
 
 struct Arguments {
-  const u8* packed;          // a multiple of 16 bytes, as values
+  const u8* packed;
   const u8* scales;          // in R's layout (null without)
   void* values;              // rows x columns of the output type
   const float* tensor_amax;  // by R::kTensorScaling (null without)
@@ -77,13 +77,16 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   const i64 columns = Way::kFlat ? a.rows * a.columns : a.columns;
   const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun), runs = Way::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
-  const bool even = R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1;
+  const bool whole_stores = reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Way::kBytes == 0;
+  const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1);
   const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, Original>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   if constexpr (Way::kTable) {
     if (threadIdx.x < 256) table[threadIdx.x] = R::DecodeRule::template scale<R>(threadIdx.x, whole_scale);
     __syncthreads();
   }
-  for (u32 start = grid.block * kThreads * Way::kUnroll; start < runs; start += grid.blocks * kThreads * Way::kUnroll) {
+  constexpr u32 kStep = kThreads * Way::kUnroll;
+  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
+  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
     u64 codes[Way::kUnroll];
     float scales[Way::kUnroll];
     Place places[Way::kUnroll];

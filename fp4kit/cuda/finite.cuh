@@ -18,14 +18,14 @@ struct ShortWay {
   static constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
   // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
-  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo;
-  static constexpr bool kRounding = R::kRounding == Rounding::rn || kShrink;
+  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo && !R::kStochastic;
+  static constexpr bool kRounding = R::kStochastic ? !R::kFake : R::kRounding == Rounding::rn || kShrink;
   // -0 that rounding to float16 made is not told from what was one before.
-  static constexpr bool kSigns = R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
-  static constexpr bool kQuotient = !R::kDivide || kE2m1;  // see quotient
-  static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && !R::kStochastic && kRounding && kSigns;
+  static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
+  static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient
+  static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs =
-      FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled && !R::kFake;
+      FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
 
@@ -142,6 +142,46 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
     for (int i = 0; i < kRun; ++i) y[i] = with_code_sign<R>(scaled_finite<R, In>(element(run, i), f));
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i) words[i] = encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits);
+  }
+}
+
+// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value, or below 7 and
+// E2M1, whose code is then 8 at most.
+//   2^(-126 - emin) takes the format's last exponent, and its subnormals, to those of float32: bits above 23 - M are the code, rounded
+//   toward zero.
+template <class F>
+FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
+  constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
+  const float e = float_of(bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits);
+  const float t = fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
+  return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
+}
+
+// Codes of a run with random bytes, packed as store_codes packs them; see encode_stochastic. Signs are the products', whatever R::kSign.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
+                                            u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
+  using F = typename R::Element;
+  constexpr bool kClamp = ShortWay<R, In>::kClamp || !ShortWay<R, In>::kE2m1;
+  constexpr int kPerWord = 32 / F::kStoredBits;
+#pragma unroll
+  for (int w = 0; w < kRun / kPerWord; ++w) {
+    u32 word = 0u, signs = 0u;
+    float y[8];
+#pragma unroll
+    for (int i = kPerWord - 1; i >= 0; --i) {
+      const int at = w * kPerWord + i;
+      y[i] = scaled_finite<R, In>(element(run, at), f);
+      const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
+      const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
+      word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
+      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 256u, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
+    }
+    if constexpr (ShortWay<R, In>::kE2m1) {
+      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
+      signs = ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y);
+    }
+    words[w] = word | signs;
   }
 }
 

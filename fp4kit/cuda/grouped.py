@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from fp4kit.cuda import geometry, loader
 from fp4kit.cuda.fake import CLIP
-from fp4kit.cuda.geometry import THREADS, address, aligned
+from fp4kit.cuda.geometry import THREADS, address, aligned, check_count
 from fp4kit.cuda.launch import AMAX, QUANTIZE, kind_of, rows_and_columns, transform_struct, whole_runs
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
@@ -46,7 +46,7 @@ class Launch:
 
     function: Any
     grid: int
-    arguments: np.ndarray
+    arguments: np.ndarray  # plain bytes: see geometry.Launch
     held: tuple[Any, ...]  # the table, and the arrays it points to
 
     def __call__(self) -> None:
@@ -71,10 +71,11 @@ def table_of(arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray) -> np.n
 
 def prepare_group(function: Any, arguments: np.ndarray, whole: ArrayLike, elements: np.ndarray, device: int, held: Any) -> Launch:
     """The launch of a grouped kernel: arguments and alignment of each member, and elements, by which work is divided."""
+    check_count(int(elements.max()))
     parts = parts_of(elements, device)
     table = loader.cupy().asarray(table_of(arguments, whole, parts))
     total = int(parts.sum())
-    group = np.array([(table.data.ptr, len(arguments), total)], _GROUP)
+    group = np.array([(table.data.ptr, len(arguments), total)], _GROUP).view(np.dtype((np.void, _GROUP.itemsize)))
     return Launch(function, total, group, (table, held))
 
 

@@ -26,17 +26,17 @@ class Matrix(NamedTuple):
 
 
 @cache
-def _function(bits: int, block: int, whole: bool, run: int, device: int) -> Any:
-    return loader.function(source(bits, block, "linear", whole, run, "grouped_transpose"), "grouped_transpose_kernel", device)
+def _function(bits: int, block: int, whole: bool, words: bool, device: int) -> Any:
+    return loader.function(source(bits, block, "linear", whole, words, "grouped_transpose"), "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[Matrix], r: Recipe) -> Launch:
     """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
     shapes = [(1, *m.shape) for m in matrices]
     found = [moves(m.codes, m.scales, r, "linear", m.out, m.scales_out, shape) for m, shape in zip(matrices, shapes, strict=True)]
-    whole, run = (min(column) for column in zip(*found, strict=True))
+    whole, words = (all(column) for column in zip(*found, strict=True))
     device = matrices[0].codes.device.id
-    function = _function(4 if r.is_packed else 8, r.block_size, whole, run, device)
+    function = _function(4 if r.is_packed else 8, r.block_size, whole, words, device)
     table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)
     elements = np.array([m.shape[0] * m.shape[1] for m in matrices])
     return prepare_group(function, table, np.ones(len(table), bool), elements, device, tuple(matrices))

@@ -65,15 +65,19 @@ FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   return run;
 }
 
-// Words -> memory at a multiple of their size, 8 or 16 bytes or more.
+// Words -> memory at a multiple of their size, or of 16 bytes.
 template <int kWords>
 FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
-  if constexpr (kWords == 2) {
+  if constexpr (kWords == 1) {
+    *static_cast<u32*>(out) = words[0];
+  } else if constexpr (kWords == 2) {
     *static_cast<u64*>(out) = words[0] | static_cast<u64>(words[1]) << 32;
   } else {
 #pragma unroll
-    for (int i = 0; i < kWords / 4; ++i)
-      static_cast<Chunk*>(out)[i] = {{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}};
+    for (int i = 0; i < kWords / 4; ++i) {
+      Chunk& chunk = static_cast<Chunk*>(out)[i];  // a reference, because sanitizers check its alignment
+      chunk = {{words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]}};
+    }
   }
 }
 

@@ -20,6 +20,7 @@ from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
 
 RUN = 16  # elements that a thread casts; matrices have rows of whole runs
+PER_SM = 64  # thread blocks a multiprocessor: on an H200 (2026-11-21) 16 take 6% longer, one for each piece of work up to 20%
 
 
 def _arguments(pointers: str, numbers: str) -> np.dtype:
@@ -59,7 +60,7 @@ def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: in
 def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
     """Launch a kernel for one matrix. dtype: of the shards. work: blocks or runs of the matrix, whatever a thread takes."""
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy is quicker with it: see geometry.Launch
-    _function(kernel, r, dtype, False, device)((grid(-(-work // THREADS), device),), (THREADS,), (plain,))
+    _function(kernel, r, dtype, False, device)((grid(_up(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
 
 
 def prepare(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any) -> Launch:

@@ -55,6 +55,17 @@ FP4KIT_DEVICE float add_rz(float a, float b) {
 #endif
 }
 
+// a * b toward zero, subnormals too; a >= 0 and b > 0.
+FP4KIT_DEVICE float mul_rz(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rz(a, b);
+#else
+  const double exact = static_cast<double>(a) * b;
+  const float near = static_cast<float>(exact);
+  return near > exact ? float_of(bits_of(near) - 1) : near;
+#endif
+}
+
 // float16 bits <-> float32: exact one way, rn the other way (overflow to inf).
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__

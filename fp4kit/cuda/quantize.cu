@@ -121,7 +121,9 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
     if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of<R, In>(threadIdx.x, whole_scale);
     __syncthreads();
   }
-  for (u32 start = grid.block * kThreads * Way::kUnroll; start < runs; start += grid.blocks * kThreads * Way::kUnroll) {
+  constexpr u32 kStep = kThreads * Way::kUnroll;
+  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
+  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
     Run<In, kRun> x[Way::kUnroll];
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {

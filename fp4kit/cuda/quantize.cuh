@@ -38,6 +38,21 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
   }
 }
 
+// Random bytes of a run of 16, four a word.
+FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
+  if (!a.random) return stream_words(a.seed, static_cast<u64>(first) / 16);
+  Words words = {};
+  if (reinterpret_cast<u64>(a.random) % 16 == 0) {
+    const Chunk chunk = *reinterpret_cast<const Chunk*>(a.random + first);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words.w[i] = chunk.w[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words.w[i / 4] |= static_cast<u32>(a.random[first + i]) << (8 * (i % 4));
+  }
+  return words;
+}
+
 // Random byte of one element.
 FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
   if (a.random) return a.random[index];
@@ -97,7 +112,11 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
     store_run<In, kRun, kAligned>(static_cast<typename In::Bits*>(a.values) + first, values);
   } else {
     u32 words[kRun * R::Element::kStoredBits / 32];
-    encode_finite<R, In>(run, f, words);
+    if constexpr (R::kStochastic) {
+      encode_finite_stochastic<R, In>(run, f, random_words(a, first).w, words);
+    } else {
+      encode_finite<R, In>(run, f, words);
+    }
     store_words(a.packed + first * R::Element::kStoredBits / 8, words);
   }
 }

@@ -47,9 +47,12 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
   constexpr int kRun = Way::kRun;
   constexpr bool kRows = R::kTensorScaling == TensorScaling::row;
   const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
-  const bool even = kAligned && (a.rows == 1 || a.columns % kRun == 0);
+  const bool whole_stores = reinterpret_cast<u64>(a.packed) % 16 == 0;  // a matrix of a stack may begin anywhere
+  const bool even = kAligned && whole_stores && (a.rows == 1 || a.columns % kRun == 0);
   const TensorScale whole_scale = kRows ? TensorScale{} : tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
-  for (u32 start = grid.block * kThreads * Way::kUnroll; start < runs; start += grid.blocks * kThreads * Way::kUnroll) {
+  constexpr u32 kStep = kThreads * Way::kUnroll;
+  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
+  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
     Run<In, kRun> x[Way::kUnroll];
     i64 firsts[Way::kUnroll];
     u32 rows[Way::kUnroll];

@@ -1,16 +1,49 @@
 // quantize where a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
 //
 // A thread block covers kBlockRows rows and kColumns blocks; a thread takes one row of one block (R::kBlock elements). amaxes and
-// errors meet in shared memory.
-#include "quantize.cuh"
+// errors meet in shared memory. 4over6 on blocks in a row has no need of that: there each thread takes blocks of its own.
+#include "four_over_six.cuh"
 
 constexpr int kTileThreads = 256;
+constexpr int kTileWarps = kTileThreads / 32;
 
 template <class R>
 struct Tile {
   static constexpr int kRows = R::kBlockRows, kColumns = kTileThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
+  float parts[3][kTileWarps][kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
+  bool is_long;
 };
+
+// Operations on rows.
+struct LargerOf {
+  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }  // NaN has the largest bits
+};
+struct SumOf {
+  FP4KIT_DEVICE float of(float a, float b) { return a + b; }
+};
+
+// Values of all rows of a block together, in any order, by way of tile.parts[kPart], ...; every thread gets them. Neighbouring rows are
+// lanes of a warp.
+template <class R, class Operation, int kPart, int kCount>
+FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int column) {
+  constexpr int kColumns = Tile<R>::kColumns;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int distance = kColumns; distance < 32; distance *= 2)
+      values[k] = Operation::of(values[k], float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(values[k]), distance)));
+    if (lane < kColumns) tile.parts[kPart + k][warp][column] = values[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    values[k] = tile.parts[kPart + k][0][column];
+#pragma unroll
+    for (int w = 1; w < kTileWarps; ++w) values[k] = Operation::of(values[k], tile.parts[kPart + k][w][column]);
+  }
+}
 
 // Larger over the rows of a block; every thread gets the result.
 template <class R>
@@ -43,80 +76,185 @@ FP4KIT_DEVICE void sum_rows(Tile<R>& tile, float (&error)[2], int row, int colum
   }
 }
 
-template <class R>
-FP4KIT_DEVICE float multiply(float a, float b) { return R::kFlush ? mul_ftz(a, b) : a * b; }
-template <class R>
-FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) : a / b; }
-
-// Codes of a block with scale E4M3(base), and the sum of errors in the order of the elements. See reference/four_over_six.py.
-template <class R, class In>
-FP4KIT_DEVICE float candidate(const float (&x)[R::kBlock], float base, TensorScale t, u32& scale, u32 (&codes)[R::kBlock]) {
-  scale = encode_scale<R>(base);
-  const float scale_value = decode_scale<R>(scale);
-  const float inverse = divide<R>(1.0f, multiply<R>(scale_value, t.decode));
-  const float factor = is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
-  float error = 0.0f;
-#pragma unroll
-  for (int i = 0; i < R::kBlock; ++i) {
-    codes[i] = encode_element<R>(multiply<R>(x[i], factor));
-    const float scaled = decode<typename R::Element>(codes[i]) * scale_value;
-    float difference;
-    if constexpr (R::kFastError) {
-      difference = widen_f16(narrow_f16(scaled)) - x[i] * t.encode;
-    } else if constexpr (R::kFlush) {
-      difference = flush(mul_ftz(scaled, t.decode) - x[i]);
-    } else {
-      difference = scaled * t.amax / full_range<R>() - x[i];
-    }
-    const float term = R::kSquaredError ? difference * difference : magnitude_of(difference);
-    error = i == 0 ? term : error + term;
-  }
-  return error;
-}
-
+// The codes of a row of a block, whatever its elements are.
 template <class R, class In>
 FP4KIT_DEVICE void four_over_six(const float (&x)[R::kBlock], float amax, TensorScale t, Tile<R>& tile, int row, int column,
                                  u32& scale, u32 (&codes)[R::kBlock]) {
-  const float base = multiply<R>(divide<R>(amax, max_of<typename R::Element>()), t.encode);
-  u32 other[R::kBlock], other_scale;
+  u32 scales[2];
+  scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, scales[0], scales[1]);
   float error[2];
-  error[0] = candidate<R, In>(x, base, t, scale, codes);
-  error[1] = candidate<R, In>(x, multiply<R>(base, 1.5f), t, other_scale, other);
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) error[k] = sum_errors<R>(x, scales[k], t);
   sum_rows<R>(tile, error, row, column);
-  const bool four = error[1] < error[0];
-  const bool zero = R::kFlush && magnitude_of(amax) < kFltMin;  // FlashInfer leaves a zero block early
-  scale = four ? other_scale : scale;
+  scale = error[1] < error[0] ? scales[1] : scales[0];
+  encode_chosen<R>(x, amax, scale, t, codes);
+}
+
+// Where the row of a block that a thread takes is.
+struct Spot {
+  i64 row, block, blocks;  // blocks: in a row
+};
+
+template <class R, class In>
+FP4KIT_DEVICE void store_scales(const Arguments& a, Spot spot, u32 code, TensorScale t) {
+  if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = code;
+  const bool owner = spot.block == 0 && (R::kTensorScaling == TensorScaling::row || spot.row == 0);
+  if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
+    a.tensor_scale[R::kTensorScaling == TensorScaling::row ? spot.row : 0] = t.decode;
+}
+
+// The scale that the short way chooses for a block, if it can: `chosen` is false otherwise.
+struct Choice {
+  bool chosen, is_zero;
+  u32 code;
+  float factor;
+};
+
+// kBlockRows > 1: every thread of the thread block must come here.
+template <class R, class In>
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, Tile<R>& tile, int column) {
+  float amax[1] = {float_of(largest_bits_of(run))};
+  if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
+  if (R::kBlockRows > 1 && threadIdx.x == 0) tile.is_long = false;  // all have looked at that of the tile before
+  u32 six_code, four_code;
+  scales_of<R>(quotient(amax[0], 6.0f, kInv6), t, six_code, four_code);  // exact but near subnormals, which have no near scale
+  const NearScale six = has_one_scale<R>() ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
+  const NearScale four = has_one_scale<R>() ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
+  float errors[2];
+  near_errors<R>(run, six, four, inverse_power(t), errors);
+  if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
+  const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
+  // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
+  const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
+  return {is_short || is_zero, is_zero, is_four ? four_code : six_code, is_zero ? 1.0f : is_four ? four.factor : six.factor};
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
+  if constexpr (R::kHadamard) {
+    float x[R::kBlock];
+    load_elements<R, In, R::kBlock, kAligned>(a, first, x);
+    return narrow_run<In>(x);
+  } else {
+    return read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+  }
+}
+
+// Store a row of a block that takes the short way.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBlock>& run, Choice c, TensorScale t) {
+  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+  const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer leaves a zero block early, without the signs of its zeros
+  store_finite<R, In, kAligned>(a, first, no_signs ? Run<In, R::kBlock>{} : run, Factor{c.factor, c.factor}, c.code, t);
+  store_scales<R, In>(a, spot, c.code, t);
+}
+
+// Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, Tile<R>& tile, int tile_row, int column) {
+  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+  float x[R::kBlock] = {};
+  if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
+  const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
+  u32 codes[R::kBlock], scale;
+  if constexpr (R::kFourOverSix) {
+    four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
+  } else {
+    scale = R::BlockRule::template code<R, In>(amax, t);
+  }
+  if (!inside) return;
+  if constexpr (!R::kFourOverSix) encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
+  write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
+  store_scales<R, In>(a, spot, scale, t);
+}
+
+// Scales of all codes, where one tensor scale is for all blocks.
+template <class R, class In>
+FP4KIT_DEVICE void fill_near_table(const Arguments& a, NearScale* table) {
+  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
+  if (threadIdx.x < kTableSize) table[threadIdx.x] = near_scale<R, In>(threadIdx.x, t);
+  __syncthreads();
+}
+
+// Blocks of kBlockRows rows: a thread block takes as many as it has threads for, side by side.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
+  constexpr int kColumns = Tile<R>::kColumns;
+  const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
+  const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
+  const i64 tiles = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const TensorScale whole_scale = has_one_scale<R>() ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  for (i64 t_index = grid.block; t_index < tiles; t_index += grid.blocks) {
+    const i64 tall_index = quotient(t_index, wide, tiles);
+    const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column, blocks};
+    const bool inside = spot.row < a.rows && spot.block < blocks;
+    const TensorScale t =
+        has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, inside ? spot.row : 0, inside ? spot.block : 0, blocks);
+    bool is_long = true;
+    if constexpr (R::kFourOverSix) {
+      Run<In, R::kBlock> run = {};
+      if (inside) run = load_row<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock);
+      const Choice c = choose_scale<R, In>(run, t, table, tile, column);
+      if (inside && !c.chosen) tile.is_long = true;
+      __syncthreads();
+      is_long = tile.is_long;
+      if (!is_long && inside) store_row<R, In, kAligned>(a, spot, run, c, t);
+    }
+    if (is_long) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
+  }
+}
+
+// Blocks in a row: a thread takes two at a time, so that there are enough loads in flight.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
+  constexpr u32 kUnroll = 2;
+  constexpr bool kOneScale = has_one_scale<R>();
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
+  const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
+  const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  const auto spot_of = [&](u32 run) {
+    const u32 row = kFlat ? 0u : run / blocks;
+    return Spot{row, run - row * blocks, blocks};
+  };
+  const auto scale_of = [&](Spot s) { return kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, s.row, s.block, blocks); };
+  constexpr u32 kStep = kTileThreads * kUnroll;
+  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
+  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
+    Run<In, R::kBlock> x[kUnroll];
 #pragma unroll
-  for (int i = 0; i < R::kBlock; ++i) codes[i] = zero ? 0u : four ? other[i] : codes[i];
+    for (u32 k = 0; k < kUnroll; ++k) {
+      const u32 run = start + k * kTileThreads + threadIdx.x;
+      if (run < runs) x[k] = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
+    }
+    u32 left = 0u;  // bit k: run k goes the long way
+#pragma unroll
+    for (u32 k = 0; k < kUnroll; ++k) {
+      const u32 run = start + k * kTileThreads + threadIdx.x;
+      if (run >= runs) break;
+      const Spot spot = spot_of(run);
+      const TensorScale t = scale_of(spot);
+      const Choice c = choose_scale<R, In>(x[k], t, table, tile, 0);
+      if (c.chosen) store_row<R, In, kAligned>(a, spot, x[k], c, t);
+      left |= static_cast<u32>(!c.chosen) << k;
+    }
+#pragma unroll 1
+    for (u32 k = 0; left >> k; ++k) {
+      const Spot spot = spot_of(start + k * kTileThreads + threadIdx.x);
+      if (left >> k & 1u) quantize_any<R, In, kAligned>(a, spot, true, scale_of(spot), tile, 0, 0);
+    }
+  }
 }
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
   __shared__ Tile<R> tile;
-  constexpr int kColumns = Tile<R>::kColumns;
-  const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
-  const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
-  const i64 tall = (a.rows + R::kBlockRows - 1) / R::kBlockRows;
-  for (i64 t_index = grid.block; t_index < tall * wide; t_index += grid.blocks) {
-    const i64 row = t_index / wide * R::kBlockRows + tile_row, block = t_index % wide * kColumns + column;
-    const bool inside = row < a.rows && block < blocks;
-    const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, inside ? row : 0, inside ? block : 0, blocks);
-    const i64 first = row * a.columns + block * R::kBlock;
-    float x[R::kBlock] = {};
-    if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
-    float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
-    u32 codes[R::kBlock], scale;
-    if constexpr (R::kFourOverSix) four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
-    if (!inside) continue;
-    if constexpr (!R::kFourOverSix) {
-      scale = R::BlockRule::template code<R, In>(amax, t);
-      encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
-    }
-    write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
-    if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(row, block, blocks)] = scale;
-    const bool owner = block == 0 && (R::kTensorScaling == TensorScaling::row || row == 0);
-    if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
-      a.tensor_scale[R::kTensorScaling == TensorScaling::row ? row : 0] = t.decode;
+  constexpr bool kTable = R::kFourOverSix && has_one_scale<R>();
+  __shared__ NearScale table[kTable ? kTableSize : 1];
+  if constexpr (kTable) fill_near_table<R, In>(a, table);
+  if constexpr (R::kBlockRows == 1) {
+    quantize_rows<R, In, kAligned>(a, grid, table, tile);
+  } else {
+    quantize_tiles<R, In, kAligned>(a, grid, table, tile);
   }
 }
 

@@ -48,14 +48,14 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Columns are a multiple of 16, pointers too. A thread block takes kHigh quads by kWide columns: whole tiles of 128x4, whole
-// lines of the linear layout; a warp takes kLow chunks of a line, so that it reads and writes whole sectors.
+// Columns are a multiple of 16, pointers too. A thread block takes kHigh quads by kWide columns, a warp 32 / kHigh chunks next
+// to one another, so that it reads and writes whole sectors.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const Arguments& a, Grid grid) {
-  constexpr int kLow = 4, kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 2, kWide = kThreads / kHigh * 16;
+  constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 16 : 2, kWide = kThreads / kHigh * 16;
   const i64 quads = padded_rows<kTiled>(a.rows) / 4, tall = (quads + kHigh - 1) / kHigh, wide = (a.columns + kWide - 1) / kWide;
   const i64 linear = a.rows * a.columns, tiled = 4 * quads * a.columns, items = a.matrices * tall * wide;
-  const int low = threadIdx.x % kLow, high = threadIdx.x / kLow % kHigh, chunk = threadIdx.x / (kLow * kHigh) * kLow + low;
+  const int high = threadIdx.x % kHigh, chunk = threadIdx.x / kHigh;
   for (i64 item = grid.block; item < items; item += grid.blocks) {
     const i64 stripe = quotient(item, wide, items), matrix = quotient(stripe, tall, items);
     const i64 quad = (stripe - matrix * tall) * kHigh + high, column = (item - stripe * wide) * kWide + 16 * chunk;

@@ -1,11 +1,13 @@
 // transpose: codes and block scales of a stack of matrices with square blocks -> those of the transposed matrices. No decoding.
 //
-// S states: kBits of a code; kBlock; kLayout of the scales; kRun: bytes of scales that can be written at a time.
+// S states: kBits of a code; kBlock; kLayout of the scales; kScaleWords: whether scales lie by words of four, in and out.
 // kAligned: lines of codes are whole chunks of 16 bytes, in and out.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 
-constexpr int kThreads = 256, kResident = 3;  // thread blocks of a multiprocessor
+constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
+constexpr bool kApart = kLinear && S::kScaleWords;           // scales do not go with the tiles
+constexpr int kThreads = 256, kResident = kLinear ? 3 : 4;  // thread blocks of a multiprocessor
 
 struct Arguments {
   const u8 *codes, *scales;
@@ -22,17 +24,28 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __shared__ Chunk scale_chunks[(U::kScales + 15) / 16];
   u8* scale_tile = reinterpret_cast<u8*>(scale_chunks);
   const int thread = static_cast<int>(threadIdx.x);
-  const u8 scale = load_scale<U>(scales, row, column, thread);
+  const u8 scale = kApart ? 0 : load_scale<U>(scales, row, column, thread);
   read_tile<S::kBits, kAligned>(codes, row, column, tile);
-  put_scale<U>(scale_tile, scale, thread);
+  if (!kApart) put_scale<U>(scale_tile, scale, thread);
   __syncthreads();
   write_tile<S::kBits, kAligned>(codes, column, row, tile);
-  if constexpr (S::kRun > 1) {
-    write_scale_runs<U, S::kRun>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
-  } else {
+  if constexpr (!S::kScaleWords) {
     write_scale_bytes<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
+  } else if constexpr (!kApart) {
+    write_scale_chunks<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
   }
   __syncthreads();
+}
+
+// Squares of 4 x 4 blocks of all matrices: a thread block takes kThreads of them at a time.
+template <class S>
+FP4KIT_DEVICE void transpose_scales_apart(const Arguments& a, i64 item, i64 squares) {
+  const i64 unit = item * kThreads + threadIdx.x;
+  if (unit >= squares) return;
+  const i64 tall = a.rows / S::kBlock / 4, wide = a.columns / S::kBlock / 4, bytes = a.rows * (a.columns / S::kBlock);
+  const i64 stripe = quotient(unit, tall, squares), matrix = quotient(stripe, wide, squares);
+  const ScaleMatrix s{a.scales + matrix * bytes, a.scales_out + matrix * bytes, a.rows, a.columns};
+  transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
 // Tiles column by column: thread blocks that run at the same time write neighbouring lines.
@@ -42,11 +55,16 @@ FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
   const i64 tall = (a.rows + T::kRows - 1) / T::kRows, wide = (a.columns + T::kColumns - 1) / T::kColumns;
   const i64 codes = a.rows * a.columns * S::kBits / 8, scales = scale_bytes<S::kLayout>(a.rows, a.columns / S::kBlock);
   const i64 scales_out = scale_bytes<S::kLayout>(a.columns, a.rows / S::kBlock), tiles = a.matrices * tall * wide;
-  for (i64 t = grid.block; t < tiles; t += grid.blocks) {
+  i64 t = grid.block;
+  for (; t < tiles; t += grid.blocks) {
     const i64 stripe = quotient(t, tall, tiles), matrix = quotient(stripe, wide, tiles);
     const CodeMatrix c{a.codes + matrix * codes, a.codes_out + matrix * codes, a.rows, a.columns};
     const ScaleMatrix s{a.scales + matrix * scales, a.scales_out + matrix * scales_out, a.rows, a.columns};
     transpose_tile<S, kAligned>(c, s, (t - stripe * tall) * T::kRows, (stripe - matrix * wide) * T::kColumns);
+  }
+  if constexpr (kApart) {
+    const i64 squares = a.matrices * (a.rows / S::kBlock / 4) * (a.columns / S::kBlock / 4);
+    for (; t < tiles + (squares + kThreads - 1) / kThreads; t += grid.blocks) transpose_scales_apart<S>(a, t - tiles, squares);
   }
 }
 

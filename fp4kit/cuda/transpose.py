@@ -18,37 +18,38 @@ _TILE = (256, 128)  # rows, and bytes of codes, that a thread block transposes a
 BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
 
 
-def source(bits: int, block: int, layout: str, whole: bool = True, run: int = 16, file: str = "transpose") -> str:
-    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; run: bytes of scales that do."""
-    struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}, kRun = {run}; "
-    struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; }};"
+def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True, file: str = "transpose") -> str:
+    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; words: scales by four."""
+    struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
+    struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
+    struct += f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
     return instantiation(file, struct, kAligned=whole)
 
 
 @cache
-def _function(bits: int, block: int, layout: str, whole: bool, run: int, device: int) -> Any:
-    return loader.function(source(bits, block, layout, whole, run), "transpose_kernel", device)
+def _function(bits: int, block: int, layout: str, whole: bool, words: bool, device: int) -> Any:
+    return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
 
 
 def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
     """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
     bits, device = 4 if r.is_packed else 8, out.device.id
-    whole, run = moves(codes, scales, r, layout, out, scales_out, shape)
-    call = _function(bits, r.block_size, layout, whole, run, device)
+    whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
+    call = _function(bits, r.block_size, layout, whole, words, device)
+    blocks = _tiles(*shape, bits) + (-(-scales_out.size // (16 * r.block_size * THREADS)) if layout == "linear" else 0)
     arguments = np.array([(*map(address, (codes, scales, out, scales_out)), *shape)], ARGUMENTS)
-    call((grid(_tiles(*shape, bits), device, UNLIMITED),), (THREADS,), (arguments,))
+    call((grid(blocks, device, UNLIMITED),), (THREADS,), (arguments,))
 
 
 def moves(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
-) -> tuple[bool, int]:
-    """Whether codes move by 16 bytes, and the bytes of scales that can be written at a time: 1, 4, 8 or 16."""
+) -> tuple[bool, bool]:
+    """Whether codes move by 16 bytes, and scales by four."""
     _, M, K = shape
     bits = 4 if r.is_packed else 8
     whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
-    bytes_per_row = 16 if layout != "linear" else M // r.block_size
-    runs = (run for run in (16, 8, 4) if bytes_per_row % run == 0 and aligned(scales_out, 16))
-    return whole, next(runs, 1)
+    words = aligned(scales, 16) and aligned(scales_out, 16)
+    return whole, words and (layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0))
 
 
 def _tiles(B: int, M: int, K: int, bits: int) -> int:

@@ -4,6 +4,7 @@
 
 #include "layout.cuh"
 #include "memory.cuh"
+#include "square.cuh"
 
 struct ScaleMatrix {
   const u8* in;
@@ -20,9 +21,6 @@ struct ScaleTile {
   static_assert(kTall % 4 == 0 && kTall <= 16 && kScales <= 256, "blocks of 16, 32 and 64");
 };
 
-template <int kBytes>
-struct alignas(kBytes) ScaleRun { u32 w[kBytes / 4]; };
-
 // What a thread reads of the tile at (row, column) of the codes; zero where there is nothing.
 template <class T>
 FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int thread) {
@@ -35,27 +33,22 @@ FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kTall + thread / T::kWide] = scale;
 }
 
-// Writes the tile to row k, column m of the output, by runs: kRun bytes of a row where scales are linear; else 16, which are 4
-// columns of the 4 rows that 128x4 puts together, or of 4 rows of 8x4. Runs of the output begin at multiples of their size.
-template <class T, int kRun>
-FP4KIT_DEVICE void write_scale_runs(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
-  constexpr bool kLinear = T::kLayout == ScaleLayout::linear, kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
-  constexpr int kBytes = !kLinear ? 16 : kRun < T::kTall ? kRun : T::kTall, kRuns = T::kColumns * T::kTall / kBytes;
-  constexpr int kPerRow = T::kTall / kBytes, kWords = T::kTall / 4, kStep = kLinear ? 0 : kFarRows ? 32 : 1;
+// Writes the tile to row k, column m of a swizzled output, by chunks: 4 columns of the 4 rows that 128x4 puts together, or of
+// 4 rows of 8x4.
+template <class T>
+FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
+  constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
+  constexpr int kWords = T::kTall / 4, kStep = kFarRows ? 32 : 1;
   const i64 columns = a.rows / T::kBlock;
 #pragma unroll
-  for (int t = thread; t < kRuns; t += threads) {
-    // Run t is of this row, or of four that are kStep apart, and begins in this column.
-    const int column = kLinear ? t % kPerRow * kBytes : kFarRows ? t / 32 % kWords * 4 : t / 2 % kWords * 4;
-    const int row = kLinear ? t / kPerRow : kFarRows ? t / (32 * kWords) * 128 + t % 32 : t / (2 * kWords) * 8 + t % 2 * 4;
-    if (k + (kFarRows ? row - t % 32 : row) >= a.columns || m + column >= columns) continue;
-    ScaleRun<kBytes> run;
+  for (int t = thread; t < T::kColumns / 4 * kWords; t += threads) {
+    const int word = kFarRows ? t / 32 % kWords : t / 2 % kWords;
+    const int row = kFarRows ? t / (32 * kWords) * 128 + t % 32 : t / (2 * kWords) * 8 + t % 2 * 4;
+    if (k + (kFarRows ? row - t % 32 : row) >= a.columns || m + 4 * word >= columns) continue;
+    Chunk chunk;
 #pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) {
-      const int word = (row + i * kStep) / T::kBlock * kWords + column / 4 + (kLinear ? i : 0);
-      run.w[i] = reinterpret_cast<const u32*>(tile)[word];
-    }
-    *reinterpret_cast<ScaleRun<kBytes>*>(a.out + scale_offset<T::kLayout>(k + row, m + column, columns)) = run;
+    for (int i = 0; i < 4; ++i) chunk.w[i] = reinterpret_cast<const u32*>(tile)[(row + i * kStep) / T::kBlock * kWords + word];
+    *reinterpret_cast<Chunk*>(a.out + scale_offset<T::kLayout>(k + row, m + 4 * word, columns)) = chunk;
   }
 }
 
@@ -67,5 +60,23 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
     const i64 row = k + i / T::kTall, column = m + i % T::kTall;
     if (row < padded_rows<T::kLayout>(a.columns) && column < padded_columns)
       a.out[scale_offset<T::kLayout>(row, column, columns)] = tile[i / T::kTall / T::kBlock * T::kTall + i % T::kTall];
+  }
+}
+
+// Linear scales by themselves: tiles would write 16 bytes of a row at a time, and fill no sector. A thread takes the scales of
+// 4 x 4 blocks: block rows 4 i ... 4 i + 3, block columns 4 j ... 4 j + 3; rows in and out are whole words.
+template <int kBlock>
+FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
+  const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;
+  const u8* in = a.in + 4 * i * kBlock * in_columns + 4 * j;
+  u8* out = a.out + 4 * j * kBlock * out_columns + 4 * i;
+  u32 words[4];
+#pragma unroll
+  for (int q = 0; q < 4; ++q) words[q] = *reinterpret_cast<const u32*>(in + q * kBlock * in_columns);
+  transpose_square(words);
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+#pragma unroll 4
+    for (int t = 0; t < kBlock; ++t, out += out_columns) *reinterpret_cast<u32*>(out) = words[q];
   }
 }

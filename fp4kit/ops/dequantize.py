@@ -26,6 +26,9 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
     Exact: what the recipe's producer decodes.
     """
+    key, call = prepared_call.find("dequantize", (q, out), dtype)
+    if call is not None:
+        return call(q, out)
     check.check_quantized("dequantize", q, on_device=True)
     wanted = np.dtype(q.dtype if dtype is None else dtype)
     if wanted not in check.FLOATS:
@@ -34,7 +37,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         check.check_out("dequantize", "out", out, q.shape, wanted)
     _check_tensor_amax(q)
     if not isinstance(q.packed, np.ndarray):
-        return _on_device(q, wanted, out)
+        values = on_device.dequantize(q, wanted, out)
+        if key is not None:
+            prepared_call.keep(key, prepared_call.dequantize(q, values))
+        return values
     moved = np.empty(q.moved_shape, wanted)
     if moved.size:
         _run(q, moved)
@@ -43,16 +49,6 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         return values
     out[...] = values
     return out
-
-
-def _on_device(q: Quantized, dtype: np.dtype, out: Any) -> Any:
-    key, call = prepared_call.find("dequantize", (q.packed, q, out), dtype)
-    if call is not None:
-        return call(q, out)
-    values = on_device.dequantize(q, dtype, out)
-    if key is not None:
-        prepared_call.keep(key, prepared_call.dequantize(q, values))
-    return values
 
 
 def _check_tensor_amax(q: Quantized) -> None:

@@ -15,7 +15,6 @@ from fp4kit.ops.prepare import Prepared, prepare, stack
 from fp4kit.ops.quantize import SEED_WITHOUT_USE, compute_tensor_amax, given_amaxes, matrix_part, quantize_prepared, random_source
 from fp4kit.quantized import scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.scaling import tensor_scale

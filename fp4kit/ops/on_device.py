@@ -70,7 +70,8 @@ def given_amax(op: str, amax: Any, shape: tuple[int, ...], r: Recipe) -> Any:
         return cupy.asarray(check.check_tensor_amax(op, amax, shape, r))
     if amax.dtype != np.float32:
         raise TypeError(f"{op}: tensor_amax is {amax.dtype}; needs float32 on a device")
-    return check.reshape_amax(op, amax, shape, r)
+    amax = check.reshape_amax(op, amax, shape, r)
+    return amax if amax.flags.c_contiguous else amax.copy()
 
 
 def check_block_amax(op: str, p: Prepared) -> None:
@@ -149,7 +150,7 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
     with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.x if columnwise else p.moved)
         amax = tensor_amax(op, p, x, mask)
-        result = out or _allocate(p, layout, amax)
+        result = out or allocate(p, layout, amax)
         if out is not None:
             _check_out(op, out, p, layout, amax)
         if columnwise and x.size:
@@ -168,7 +169,7 @@ def quantize_both(op: str, row: Prepared, column: Prepared, layout: str) -> tupl
     with loader.making_current(row.x.device.id):
         x = cupy.ascontiguousarray(row.x)
         amax = tensor_amax(op, row, x, None)
-        q_row, q_column = _allocate(row, layout, amax), _allocate(column, layout, amax)
+        q_row, q_column = allocate(row, layout, amax), allocate(column, layout, amax)
         if x.size:
             run_patches(row, x, layout, amax, q_row, q_column)
         else:
@@ -189,7 +190,8 @@ def fake_quantize(op: str, p: Prepared, random: Any) -> Any:
     return cupy.moveaxis(values, -1, p.axis)
 
 
-def _allocate(p: Prepared, layout: str, amax: Any) -> Quantized:
+def allocate(p: Prepared, layout: str, amax: Any) -> Quantized:
+    """What a call writes to; amax in its canonical shape, None without a tensor scale."""
     cupy = loader.cupy()
     packed = cupy.empty(packed_shape(p.moved.shape, p.recipe), np.uint8)
     scales = None if p.recipe.scale is None else launch.empty_scales(scale_shape(p.moved.shape, p.recipe), layout)
@@ -210,8 +212,10 @@ def _check_out(op: str, out: Quantized, p: Prepared, layout: str, amax: Any) -> 
     cupy = loader.cupy()
     for name, shape in shapes.items():
         array = getattr(out, name)
-        if not isinstance(array, cupy.ndarray) or array.shape != shape or not array.flags.c_contiguous:
-            raise ValueError(f"{op}: out.{name} needs a contiguous CuPy array of shape {shape}")
+        dtype = np.dtype(np.float32 if name in ("tensor_scale", "tensor_amax") else np.uint8)
+        fits = isinstance(array, cupy.ndarray) and (array.shape, array.dtype, array.device) == (shape, dtype, p.x.device)
+        if not fits or not array.flags.c_contiguous:
+            raise ValueError(f"{op}: out.{name} needs a contiguous CuPy array of {dtype} {shape} on the device of x")
         if array.ndim and array.data.ptr % 16:
             raise ValueError(f"{op}: out.{name} is at address {array.data.ptr:#x}; needs a multiple of 16")
 
@@ -317,6 +321,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any) -> Any:
 
 def _dequantize_run(q: Quantized, moved: Any) -> None:
     amax = q.tensor_amax
+    if amax is not None and not amax.flags.c_contiguous:
+        amax = amax.copy()
     K = moved.shape[-1]
     per_expert = amax is not None and amax.ndim > 0 and q.recipe.tensor_scaling == "tensor"
     B = int(np.prod(moved.shape[:-2])) if moved.ndim > 2 and (q.scale_layout != "linear" or per_expert) else 1

@@ -8,17 +8,22 @@ calls that are one launch on one whole matrix are kept; all others go the full w
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import fake, launch, loader
 from fp4kit.cuda.geometry import Launch, address, aligned
+from fp4kit.ops import on_device
 from fp4kit.ops.prepare import Prepared
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
+AMAX_BYTES = 4  # float32
 Key = tuple[Hashable, ...]
 _CALLS: dict[Key, Callable[..., Any]] = {}
 
@@ -26,13 +31,16 @@ _CALLS: dict[Key, Callable[..., Any]] = {}
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
     """Key of a call of op, None if it cannot have one; and the prepared call, None where the call has to go the full way.
 
-    arrays: CuPy arrays, Quantized or None, the first one not None. others: all other arguments that a check depends on.
+    arrays: CuPy arrays, Quantized of them, or None for an array that is not given; any others make a call without a key.
+    others: all other arguments that a check depends on.
     """
+    if arrays[0] is None:
+        return None, None
     try:
-        where = _array_facts(arrays[0])
-        key = (op, where, loader.cupy().cuda.runtime.getDevice(), *map(_facts, arrays[1:]), *others, *map(type, others))
+        facts = *map(_facts, arrays), *others, *map(type, others)
+        key = (op, loader.cupy().cuda.runtime.getDevice(), *facts)
         return key, _CALLS.get(key)
-    except (AttributeError, TypeError):  # an array of another library, or an argument that cannot be hashed
+    except (AttributeError, TypeError):  # no CuPy array, or an argument that cannot be hashed
         return None, None
 
 
@@ -46,18 +54,17 @@ def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
 
 
 def _facts(a: Any) -> Hashable:
+    """What checks and launches depend on, of an array. TypeError for what is no CuPy array."""
     if a is None:
         return None
-    if type(a) is not Quantized:
-        return _array_facts(a)
-    parts = map(_facts, (a.packed, a.block_scale, a.tensor_scale, a.tensor_amax))
-    return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, *parts
-
-
-def _array_facts(a: Any) -> Hashable:
-    """What checks and launches depend on, of a CuPy array. AttributeError for any other."""
+    if type(a) is Quantized:
+        parts = map(_facts, (a.packed, a.block_scale, a.tensor_scale, a.tensor_amax))
+        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, *parts
+    kind = type(a)
+    if kind.__module__ != "cupy":
+        raise TypeError(kind)
     memory = a.data
-    return type(a), a.shape, a.dtype, a.strides, memory.ptr % 16, memory.device_id
+    return kind, a.shape, a.dtype, a.strides, memory.ptr % 16, memory.device_id
 
 
 def _one_matrix(x: Any, axis: int, r: Recipe, layout: str, amax: Any) -> tuple[int, int] | None:
@@ -76,41 +83,50 @@ def _amax(p: Prepared) -> Launch | None:
     return launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
 
 
-class QuantizeCall(NamedTuple):
-    """quantize of one matrix into out."""
+@dataclass(frozen=True, slots=True)
+class QuantizeCall:
+    """quantize of one matrix, into out or what allocate(tensor_amax) gives."""
 
     quantize: Launch
     amax: Launch | None
+    allocate: Callable[[Any], Quantized]
 
-    def __call__(self, x: Any, given: Any, out: Quantized) -> Quantized:
-        at, amax = x.data.ptr, 0
-        if out.tensor_amax is not None:
-            amax = out.tensor_amax.data.ptr
-            _set_amax(self.amax, at, given, out.tensor_amax.data)
-        self.quantize(at, out.packed.data.ptr, address(out.block_scale), 0, amax, address(out.tensor_scale), 0, 0, 0)
+    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Quantized:
+        at, amax = x.data.ptr, given
+        if self.amax is not None:
+            amax = _new_amax() if out is None else out.tensor_amax
+            _find_amax(self.amax, at, amax.data)
+        if out is None:
+            out = self.allocate(None if amax is None else amax.reshape(()))
+        self.quantize(at, out.packed.data.ptr, address(out.block_scale), 0, address(amax), address(out.tensor_scale), 0, 0, 0)
+        if amax is not None and amax.data.ptr != out.tensor_amax.data.ptr:
+            out.tensor_amax.data.copy_from_device_async(amax.data, amax.nbytes)
         return out
 
 
-def _set_amax(find_amax: Launch | None, x: int, given: Any, amax: Any) -> None:
-    """Fill the memory of an amax: of x, or with the given one."""
-    if find_amax is not None:
-        amax.memset_async(0, 4)
-        find_amax(x, amax.ptr)
-    elif given.data.ptr != amax.ptr:
-        amax.copy_from_device_async(given.data, 4)
+def _new_amax() -> Any:
+    return loader.cupy().empty((), np.float32)
+
+
+def _find_amax(find: Launch, x: int, amax: Any) -> None:
+    amax.memset_async(0, AMAX_BYTES)
+    find(x, amax.ptr)
 
 
 def quantize(p: Prepared, layout: str) -> QuantizeCall | None:
-    """The call that was prepared as p, without random bytes, Hadamard transform or block amaxes, and with out; None if unusual."""
+    """The call that was prepared as p, of nearest rounding, without Hadamard transform or block amaxes."""
     shape = _one_matrix(p.x, p.axis, p.recipe, layout, p.others["tensor_amax"])
     if shape is None:
         return None
     x, r = p.x, p.recipe
     whole = launch.whole_runs(x, None, *launch.rows_and_columns(shape, r))
-    return QuantizeCall(launch.quantize_launch(r, x.dtype, shape, whole, layout, x.device.id), _amax(p))
+    call = launch.quantize_launch(r, x.dtype, shape, whole, layout, x.device.id)
+    like = SimpleNamespace(shape=x.shape, dtype=x.dtype)  # of the memory of x, nothing is kept
+    return QuantizeCall(call, _amax(p), partial(on_device.allocate, p._replace(x=like, moved=like, others={}), layout))
 
 
-class FakeQuantizeCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class FakeQuantizeCall:
     """fake_quantize of one matrix."""
 
     fake: Launch
@@ -120,8 +136,8 @@ class FakeQuantizeCall(NamedTuple):
     def __call__(self, x: Any, given: Any) -> Any:
         at, values = x.data.ptr, self.empty(x.shape, x.dtype)
         if self.amax is not None:
-            given = self.empty((), np.float32)
-            _set_amax(self.amax, at, None, given.data)
+            given = _new_amax()
+            _find_amax(self.amax, at, given.data)
         self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0)
         return values
 
@@ -140,7 +156,8 @@ def fake_quantize(p: Prepared, values: Any) -> FakeQuantizeCall | None:
     return FakeQuantizeCall(call, _amax(p), loader.cupy().empty)
 
 
-class DequantizeCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DequantizeCall:
     """dequantize of one matrix."""
 
     dequantize: Launch

@@ -62,7 +62,7 @@ def quantize(
     Source: recipe.source.
     """
     key = call = None
-    if out is not None and hadamard is False and seed is None and block_amax is None:
+    if hadamard is False and seed is None and block_amax is None:
         key, call = prepared_call.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
     if call is not None:
         return call(x, tensor_amax, out)

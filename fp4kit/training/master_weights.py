@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fp4kit.distributed import Communicator
+from fp4kit.interop import device_name
 from fp4kit.ops.partial import check_castable, check_shard
 from fp4kit.ops.prepare import import_arrays
 from fp4kit.ops.transpose import square_block
@@ -90,8 +92,8 @@ class MasterWeightsPlan:
             refuse(comm)
             raise
         dtypes, lengths, starts = [v.dtype for v in values], [v.size for v in values], [operator.index(s.start) for s in shards]
-        partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm)
-        self._kinds = [(v.dtype, v.shape) for v in values]
+        partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
+        self._kinds = [_kind(v) for v in values]
         make = HostStages if on_host else DeviceStages
         self._work = make(values, shapes, r, partition, comm.rank, columnwise) if shards else None
         self.stages = tuple(self._make_stages(self._work)) if self._work else ()
@@ -104,13 +106,13 @@ class MasterWeightsPlan:
         Raises ValueError if they are not.
         """
         arrays = _import(values)
-        kinds = [(v.dtype, v.shape) for v in arrays]
+        kinds = [_kind(v) for v in arrays]
         if kinds != self._kinds:
             at = next(
                 (i for i, (a, b) in enumerate(zip(kinds, self._kinds, strict=False)) if a != b), min(len(kinds), len(self._kinds))
             )
             raise ValueError(
-                f"refresh: array {at} of {len(kinds)} has another dtype or length than the plan's {len(self._kinds)} shards"
+                f"refresh: array {at} of {len(kinds)} has another dtype, length or device than the {len(self._kinds)} shards"
             )
         if self._work is not None:
             self._work.replace(arrays)
@@ -120,8 +122,9 @@ class MasterWeightsPlan:
 
         The arrays of the result belong to the plan, and the next call overwrites them.
         """
-        for _, stage in self.stages:
-            stage()
+        with nullcontext() if self._work is None else self._work.device():
+            for _, stage in self.stages:
+                stage()
         return self._result
 
     def _make_stages(self, s: HostStages | DeviceStages) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -157,6 +160,10 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
     for M, _ in shapes if columnwise else ():
         square_block("cast_master_weights", r, M)
     return values, shapes
+
+
+def _kind(values: Any) -> tuple[np.dtype, tuple[int, ...], str]:
+    return values.dtype, values.shape, device_name(values)
 
 
 def _import(values: Sequence[Any]) -> list[Any]:

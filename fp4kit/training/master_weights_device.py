@@ -33,7 +33,7 @@ class DeviceStages:
         self._values, self._recipe, self._partition, self._rank = list(values), r, partition, rank
         self._dtypes, self._device = [v.dtype for v in values], values[0].device.id
         self._rows, self._columns = np.array(shapes, np.int64).T
-        with loader.cupy().cuda.Device(self._device):
+        with self.device():
             self._allocate(shapes)
             self.quantized = self._views(shapes, self._packed, self._scales)
             self._prepare_scales()
@@ -149,11 +149,15 @@ class DeviceStages:
             if matrices:
                 self._run_transpose = transpose_group(matrices, self._recipe)
 
+    def device(self) -> Any:
+        """What makes the buffers' device current."""
+        return loader.cupy().cuda.Device(self._device)
+
     def replace(self, values: Sequence[Any]) -> None:
         """Other arrays of the same shapes, dtypes and device."""
         self.check(values, (), self._recipe)
         self._values = list(values)
-        with loader.cupy().cuda.Device(self._device):
+        with self.device():
             self._prepare_shards()
 
     # ---- stages -----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -50,6 +51,10 @@ class HostStages:
         scales = np.zeros(scale_shape(shape, r), np.uint8)
         scale, amax = (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
+
+    def device(self) -> AbstractContextManager[None]:
+        """What makes the buffers' device current."""
+        return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
         """Other arrays of the same shapes and dtypes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
@@ -39,13 +40,14 @@ def refuse(comm: Communicator) -> None:
 
 def exchange_cuts(
     shapes: Sequence[tuple[int, int]], dtypes: Sequence[np.dtype], starts: Sequence[int], lengths: Sequence[int], r: Recipe,
-    comm: Communicator,
+    comm: Communicator, *, on_host: bool,
 ) -> Partition:  # fmt: skip
     """The cuts of all processes. Every process raises the same ValueError where they do not fit each other.
 
-    Waits for the others. They must name the same recipe and matrices, of the same dtypes, and own every element of each once.
+    Waits for the others. They must name the same recipe and matrices, of the same dtypes, all on hosts or all on
+    GPUs, and own every element of each once.
     """
-    facts = repr((r, [tuple(s) for s in shapes], [str(d) for d in dtypes]))
+    facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
     heads = _rows(comm, np.array([len(shapes), digest], np.int64))
     refused = np.flatnonzero(heads[:, 0] == _REFUSED).tolist()

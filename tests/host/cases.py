@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+import ml_dtypes
 import numpy as np
 from host.harness import DeviceArray
 from inputs import BF16, ordinary
@@ -92,7 +93,8 @@ class Quantize:
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype, misalignment)
         else:
-            packed, decode_scale = DeviceArray.output(q.packed.shape, np.uint8), copies(q.tensor_amax)
+            ragged = 4 if self.recipe.block is None and amax is not None else 0  # a matrix of a stack may begin anywhere
+            packed, decode_scale = DeviceArray.output(q.packed.shape, np.uint8, ragged), copies(q.tensor_amax)
             if q.block_scale is not None:
                 make = DeviceArray.output if self.layout == "linear" else DeviceArray.zeros
                 scales = make(q.block_scale.shape, np.uint8)
@@ -119,6 +121,34 @@ class Quantize:
                 yield name, actual.array, expected
 
 
+@dataclass(frozen=True)
+class Guards(Quantize):
+    """Blocks on both sides of every guard of the short ways of 4over6 and of stochastic rounding, under many tensor amaxes."""
+
+    def run(self) -> Iterator[Result]:
+        amaxes = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf) if self.recipe.tensor_scaling == "tensor" else ()
+        for x in guarded(self.dtype):
+            for amax in (None, *amaxes):
+                yield from self.compare(x, 0, amax if amax is None else np.float32(amax))
+
+
+def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Matrices (32, 160) of blocks far apart: of one magnitude, of few, of zeros, of tiny and large values; then all of it large, tiny, with NaN."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
+    x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the same error under both scales
+    x[:, 2] = np.copysign(0.0, x[:, 2])
+    x[16:, 3] = np.copysign(0.0, x[16:, 3])  # zero in part
+    x[:, 4] = np.round(x[:, 4] / np.abs(x[:, 4]).max() * 12) / 2  # few values
+    x[:, 5] *= np.where(rng.random((32, 16)) < 0.1, 1, 2.0**-130)
+    x = x.reshape(32, 160)
+    top = float(ml_dtypes.finfo(dtype).max)
+    for scale in (1.0, 40.0, 2.0**70, 2.0**126, 2.0**-70, 2.0**-130):
+        yield np.clip(x * scale, -top, top).astype(dtype)
+    x[::7, ::13] = rng.choice([np.nan, np.inf, -np.inf], x[::7, ::13].shape)
+    yield x.astype(dtype)
+
+
 @cache
 def expected_codes(case: Quantize, data: bytes, shape: tuple[int, int], amax: np.float32 | None) -> Quantized:
     x = np.frombuffer(data, case.dtype).reshape(shape)
@@ -143,7 +173,8 @@ class Dequantize:
             for amax in self.amaxes():
                 q = random_codes(self, shape, amax)
                 for dtype in self.outputs:
-                    values = DeviceArray.output(shape, dtype)
+                    ragged = self.recipe.block is None and amax == 3.7  # a matrix of a stack may begin anywhere
+                    values = DeviceArray.output(shape, dtype, dtype.itemsize * ragged)
                     packed, scales, amaxes = device(q.packed), device(q.block_scale), device(q.tensor_amax)
                     launch.dequantize_matrix(packed, scales, self.recipe, self.layout, amaxes, self.dtype, values)
                     yield f"{dtype} values of amax {amax}", values.array, expected_values(self, shape, amax, dtype)

@@ -39,11 +39,12 @@ class GroupedQuantize:
         for misaligned in ((), MISALIGNED) if case.misaligned else ((),):
             places = [case.dtype.itemsize * (i in misaligned) for i in range(4)]
             codes = [expected_codes(case, x.tobytes(), x.shape, amax) for x, amax in zip(tensors, amaxes, strict=True)]
-            yield from self.compare([*zip(tensors, places, codes, strict=True)])
+            of_codes = [8 * (i % 2) if misaligned else 0 for i in range(4)]  # as in a stack of matrices of few elements
+            yield from self.compare([*zip(tensors, places, of_codes, codes, strict=True)])
 
-    def compare(self, tensors: list[tuple[np.ndarray, int, Quantized]]) -> Iterator[Result]:
+    def compare(self, tensors: list[tuple[np.ndarray, int, int, Quantized]]) -> Iterator[Result]:
         case = self.single
-        members = [self.member(x, place, q) for x, place, q in tensors]
+        members = [self.member(*tensor) for tensor in tensors]
         nothing = empty(case.recipe, case.dtype)
         members.insert(1, nothing)
         options = case.options(tensors[0][0])
@@ -54,7 +55,7 @@ class GroupedQuantize:
             x = np.zeros((0, 2 * case.recipe.length_multiple), case.dtype)
             yield "nothing", nothing.tensor_scale.array, fp4kit.quantize(x, case.recipe, tensor_amax=0.7).tensor_scale.reshape(1)
         del members[1]
-        for i, (m, (_, _, q)) in enumerate(zip(members, tensors, strict=True)):
+        for i, (m, (*_, q)) in enumerate(zip(members, tensors, strict=True)):
             parts = {
                 "packed": (m.packed, q.packed),
                 "scales": (m.scales, q.block_scale),
@@ -66,7 +67,7 @@ class GroupedQuantize:
                 if actual is not None:
                     yield f"{name} of {i}", actual.array, expected
 
-    def member(self, x: np.ndarray, misalignment: int, q: Quantized) -> grouped.Matrix:
+    def member(self, x: np.ndarray, misalignment: int, at: int, q: Quantized) -> grouped.Matrix:
         array, amax = DeviceArray(x, misalignment), device(q.tensor_amax)
         block_amax = device(self.single.options(x).get("block_amax"))
         if self.single.fake:
@@ -74,7 +75,7 @@ class GroupedQuantize:
         make = DeviceArray.output if self.single.layout == "linear" else DeviceArray.zeros
         scales = None if q.block_scale is None else make(q.block_scale.shape, np.uint8)
         return grouped.Matrix(
-            array, amax, DeviceArray.output(q.packed.shape, np.uint8), scales, copies(q.tensor_amax), None, block_amax
+            array, amax, DeviceArray.output(q.packed.shape, np.uint8, at), scales, copies(q.tensor_amax), None, block_amax
         )
 
 

@@ -1,0 +1,151 @@
+// 4over6: each block takes the better of two scales, with its amax at code 6 or at code 4; the twin of reference/four_over_six.py.
+//
+// The long way sums the errors as the specification does. Only which sum is less matters, though, so the short way sums errors that
+// are nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the long way: of ordinary
+// data about one in ten thousand.
+#pragma once
+
+#include "quantize.cuh"
+
+template <class R>
+FP4KIT_DEVICE float multiply(float a, float b) { return R::kFlush ? mul_ftz(a, b) : a * b; }
+template <class R>
+FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) : a / b; }
+
+// Scale codes of the two candidates, amax at 6 and amax at 4, from a sixth of amax.
+template <class R>
+FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
+  const float base = multiply<R>(sixth, t.encode);
+  six = encode_scale<R>(base);
+  four = encode_scale<R>(multiply<R>(base, 1.5f));
+}
+
+// What elements are multiplied with under a scale.
+template <class R>
+FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
+  const float inverse = divide<R>(1.0f, multiply<R>(scale, t.decode));
+  return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
+}
+
+// (code value * scale) in the units of x.
+template <class R>
+FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
+  if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
+  return scaled * t.amax / full_range<R>();
+}
+
+// ---- the long way -----------------------------------------------------------------------------------------------------
+
+// Sum of the errors of elements under a scale, in their order.
+template <class R>
+FP4KIT_DEVICE float sum_errors(const float (&x)[R::kBlock], u32 scale_code, TensorScale t) {
+  const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
+  float error = 0.0f;
+#pragma unroll
+  for (int i = 0; i < R::kBlock; ++i) {
+    const float scaled = decode<typename R::Element>(encode_element<R>(multiply<R>(x[i], factor))) * scale;
+    float difference;
+    if constexpr (R::kFastError) {
+      difference = widen_f16(narrow_f16(scaled)) - x[i] * t.encode;
+    } else {
+      difference = decoded<R>(scaled, t) - x[i];
+    }
+    if constexpr (R::kFlush) difference = flush(difference);
+    const float term = R::kSquaredError ? difference * difference : magnitude_of(difference);
+    error = i == 0 ? term : error + term;
+  }
+  return error;
+}
+
+// Codes of a run under the chosen scale.
+template <class R>
+FP4KIT_DEVICE void encode_chosen(const float (&x)[R::kBlock], float amax, u32 scale_code, TensorScale t, u32 (&codes)[R::kBlock]) {
+  const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
+  const bool zero = R::kFlush && magnitude_of(amax) < kFltMin;  // FlashInfer leaves a zero block early
+#pragma unroll
+  for (int i = 0; i < R::kBlock; ++i) codes[i] = zero ? 0u : encode_element<R>(multiply<R>(x[i], factor));
+}
+
+// ---- the short way ----------------------------------------------------------------------------------------------------
+//
+// Let u be the decoded value of code value 1, y = |x| * factor < 7, e = 2^-24. Where u * factor is within 8 e of 1, an error
+// |v u - |x|| with v the nearest code value, computed as below, is within 114 e u of the specification's:
+//   24 e u   v u against the specification's products and quotients: 4 e of at most 6 u
+//    2 e u   both differences are rounded
+//   88 e u   near a tie the other v may be taken: then y is within 4 e of the tie, 5 at most, and the two errors differ by twice
+//            (4 + 5 * 8) e u
+// Sums of n: of magnitudes they differ by at most n 114 e u and 34 e of the sum of at most n u. Of squares by 2 * 114 e u sum |d|, and
+// 2 sum |d| <= 2 sqrt(n E) <= 4 E / u + n / 4 u, where E is their sum, plus 42 e E. are_apart asks for more than both sums' differences.
+
+// Of a scale; lengths in units of near_power(t).
+struct alignas(16) NearScale {
+  float factor;  // infinite where the short way does not apply
+  float small;   // factor * 2^-126
+  float unit;    // u * 2^126
+  float slack;   // how far both sums can be off together: the part that depends on the larger u
+};
+
+// Whether one tensor scale is for all blocks: then a table of all block scales is worth its while.
+template <class R>
+FP4KIT_DEVICE constexpr bool has_one_scale() {
+  return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
+}
+
+// The power of two next below the tensor's amax.
+FP4KIT_DEVICE float near_power(TensorScale t) { return float_of(bits_of(t.amax) & kInfinityBits); }
+FP4KIT_DEVICE float inverse_power(TensorScale t) { return float_of(0x7F000000u - bits_of(near_power(t))); }
+
+// Whether scales stay in the normal range, and squares of errors below infinity.
+FP4KIT_DEVICE bool is_ordinary(TensorScale t) { return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode); }
+
+template <class R, class In>
+FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
+  const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
+  // Below 2^-60 the specification's squares lose bits.
+  const bool applies = is_ordinary(t) && unit > 0x1p-60f && magnitude_of(unit * factor - 1.0f) <= 0x1p-21f &&
+                       takes_short_way<R, In>(0u, {factor, factor});
+  if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
+  constexpr float kCount = R::kBlock * R::kBlockRows;
+  const float u = unit * inverse_power(t);
+  return {factor, factor * near_power(t) * 0x1p-126f, u * 0x1p126f, R::kSquaredError ? u * u * (kCount * 0x1p-18f) : u * (kCount * 1.25f * 0x1p-16f)};
+}
+
+// Nearly the sum of the errors, in units of near_power; a: magnitudes in these units, small and unit: see NearScale.
+//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its last exponent with a leading 1 is that of y in [1, 2),
+//   and subnormals have the same step. So adding half of the 22 bits' range to its pattern, and clearing them, rounds y to E2M1.
+template <class R>
+FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float unit) {
+  float error = 0.0f;
+#pragma unroll
+  for (int i = 0; i < R::kBlock; ++i) {
+    const u32 value = (bits_of(a[i] * small) + 0x200000u) & 0xFFC00000u;
+    const float difference = fma_rn(float_of(value), unit, -a[i]);
+    error = R::kSquaredError ? fma_rn(difference, difference, error) : error + magnitude_of(difference);
+  }
+  return error;
+}
+
+// Both sums of errors of a finite run.
+template <class R, class In>
+FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four, float inverse, float (&errors)[2]) {
+  Run<In, R::kBlock> magnitudes = run;
+#pragma unroll
+  for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;
+  float a[R::kBlock];
+#pragma unroll
+  for (int i = 0; i < R::kBlock; ++i) a[i] = element(magnitudes, i) * inverse;
+  errors[0] = near_error<R>(a, six.small, six.unit);
+  errors[1] = near_error<R>(a, four.small, four.unit);
+}
+
+// Whether the sums of errors say which scale is better.
+template <class R>
+FP4KIT_DEVICE bool are_apart(const NearScale& six, const NearScale& four, const float (&errors)[2]) {
+  const float slack = maximum(six.slack, four.slack);
+  return magnitude_of(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
+}
+
+// Whether a block has zeros only, and its first scale and code zero with their signs are right.
+FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
+  return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
+}

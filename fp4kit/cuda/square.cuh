@@ -1,0 +1,37 @@
+// Squares of codes in registers, transposed: 4x4 bytes or 8x8 nibbles.
+#pragma once
+
+#include "ptx.cuh"
+
+// Byte c of word r -> byte r of word c.
+FP4KIT_DEVICE void transpose_square(u32 (&w)[4]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 a = w[i], b = w[i + 2];
+    w[i] = prmt(a, b, 0x5410u);
+    w[i + 2] = prmt(a, b, 0x7632u);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 a = w[i], b = w[i + 1];
+    w[i] = prmt(a, b, 0x6240u);
+    w[i + 1] = prmt(a, b, 0x7351u);
+  }
+}
+
+// Nibble c of word r -> nibble r of word c.
+FP4KIT_DEVICE void transpose_square(u32 (&w)[8]) {
+  u32 even[4], odd[4];  // rows; after their bytes are transposed, word c has nibbles 2 c and 2 c + 1 of each
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    even[i] = w[2 * i];
+    odd[i] = w[2 * i + 1];
+  }
+  transpose_square(even);
+  transpose_square(odd);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    w[2 * i] = (even[i] & 0x0F0F0F0Fu) | (odd[i] << 4 & 0xF0F0F0F0u);
+    w[2 * i + 1] = (even[i] >> 4 & 0x0F0F0F0Fu) | (odd[i] & 0xF0F0F0F0u);
+  }
+}

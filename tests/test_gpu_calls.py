@@ -1,0 +1,286 @@
+"""Calls on a GPU after one like them: errors as in a first call, threads and graphs get right results, no memory is held."""
+
+import threading
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+
+import fp4kit
+from fp4kit.ops import fake_on_device, on_device, prepared_call
+
+pytestmark = ON_GPU
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPE = (64, 512)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    prepared_call._CALLS.clear()
+
+
+def forbid(monkeypatch):
+    """The full way must not be gone again."""
+    for module in (on_device, fake_on_device):
+        for name in ("quantize", "dequantize", "fake_quantize"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the call went the full way"))
+
+
+def misaligned(shape, dtype):
+    """An array that begins 2 bytes after a multiple of 16."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return cupy.zeros(count + 16, np.uint8)[2 : 2 + count].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "dtype"),
+    [
+        ("mxfp4-ocp", "linear", BF16),
+        ("mxfp4-ocp", "swizzled_128x4", np.float32),
+        ("nvfp4-te", "linear", BF16),
+        ("nvfp4-te", "swizzled_8x4", np.float16),
+        ("nvfp4-flashinfer", "linear", np.float32),
+        ("mxfp8-te", "linear", BF16),
+        ("nvfp4-modelopt", "swizzled_128x4", BF16),
+    ],
+)
+def test_prepared_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
+    """The arrays of the second call are others than those of the first."""
+    first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
+    expected = fp4kit.quantize(second, recipe, scale_layout=layout)
+    out, y = check(first, recipe, scale_layout=layout), cupy.empty(SHAPE, dtype)
+    amaxes = [None] if out.tensor_amax is None else [None, cupy.asarray(expected.tensor_amax)]
+    for x in (first, second):
+        if x is second:
+            forbid(monkeypatch)
+        for amax in amaxes:
+            for part in (out.packed, out.tensor_scale, out.tensor_amax):
+                if part is not None:
+                    part.fill(7)
+            q = fp4kit.quantize(cupy.asarray(x), recipe, tensor_amax=amax, scale_layout=layout, out=out)
+            assert q is out
+            new = fp4kit.quantize(cupy.asarray(x), recipe, tensor_amax=amax, scale_layout=layout)
+            fp4kit.dequantize(q, out=y)
+            fake = fp4kit.fake_quantize(cupy.asarray(x), recipe, tensor_amax=amax)
+            if x is second:
+                assert_same(q, expected)
+                assert_same(new, expected)
+                assert differing(y, fp4kit.dequantize(expected)) == differing(fp4kit.dequantize(q), y.get()) == 0
+                assert differing(fake, fp4kit.dequantize(fp4kit.quantize(second, recipe))) == 0
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-modelopt-fake", "nvfp4-modelopt-fake", "int8-modelopt", "fp8-modelopt"])
+def test_prepared_fake_quantizers_give_the_same_bits(monkeypatch, recipe):
+    first, second = blocks(np.float32), np.ascontiguousarray(blocks(np.float32)[::-1])
+    fp4kit.fake_quantize(cupy.asarray(first), recipe)
+    forbid(monkeypatch)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(second), recipe), fp4kit.fake_quantize(second, recipe)) == 0
+
+
+WRONG_QUANTIZE = {
+    "float64": (lambda: {"x": cupy.zeros(SHAPE, np.float64)}, TypeError, "x is float64; needs float32, float16 or bfloat16"),
+    "length": (lambda: {"x": cupy.zeros((64, 500), BF16)}, ValueError, "axis 1 has length 500; nvfp4-te needs a multiple of 16"),
+    "0-d": (lambda: {"x": cupy.zeros((), BF16)}, ValueError, "x is 0-d"),
+    "shape": (lambda: {"x": cupy.zeros((32, 512), BF16)}, ValueError, "out has shape (64, 512); needs (32, 512)"),
+    "dtype": (lambda: {"x": cupy.zeros(SHAPE, np.float16)}, ValueError, "out has dtype bfloat16; needs float16"),
+    "host x": (lambda: {"x": np.zeros(SHAPE, BF16)}, ValueError, "all arrays of one call must be on one device"),
+    "list": (lambda: {"x": [1.0]}, TypeError, "x is a builtins.list"),
+    "recipe": (lambda: {"recipe": "mxfp4-ocp"}, ValueError, "tensor_amax was given, but mxfp4-ocp has no tensor scale"),
+    "other recipe": (lambda: {"recipe": "nvfp4-flashinfer"}, ValueError, "out has recipe Recipe('nvfp4-te')"),
+    "no recipe": (lambda: {"recipe": "nvfp4-tee"}, ValueError, "no recipe is called 'nvfp4-tee'"),
+    "list of recipes": (lambda: {"recipe": ["nvfp4-te"]}, TypeError, "needs an id such as"),
+    "axis": (lambda: {"axis": 0}, ValueError, "out has axis 1; needs 0"),
+    "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 of a 2-d array; needs -2 to 1"),
+    "axis as float": (lambda: {"axis": -1.0}, TypeError, "integer"),
+    "layout": (lambda: {"scale_layout": "swizzled_128x4"}, ValueError, "out has scale_layout linear; needs swizzled_128x4"),
+    "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout: got 'swizzled'"),
+    "rounding": (lambda: {"rounding": "up"}, ValueError, "rounding is 'up'"),
+    "no seed": (lambda: {"rounding": "stochastic"}, ValueError, "stochastic rounding needs seed"),
+    "seed": (lambda: {"seed": 1}, ValueError, "seed was given with rounding='nearest'"),
+    "hadamard": (lambda: {"hadamard": 0}, ValueError, "hadamard is 0; needs False, True or 'no_signs'"),
+    "block_amax": (lambda: {"block_amax": cupy.zeros((64, 32), np.float32)}, ValueError, "block_amax was given, but nvfp4-te"),
+    "NaN": (lambda: {"tensor_amax": np.nan}, ValueError, "tensor_amax holds 1 NaN value(s) of 1"),
+    "negative": (lambda: {"tensor_amax": -1.0}, ValueError, "tensor_amax holds 1 negative value(s) of 1"),
+    "amax's dtype": (lambda: {"tensor_amax": cupy.ones((), np.float64)}, TypeError, "tensor_amax is float64; needs float32"),
+    "amax's shape": (lambda: {"tensor_amax": cupy.ones(2, np.float32)}, ValueError, "tensor_amax has shape (2,); nvfp4-te needs"),
+    "host amax": (lambda: {"tensor_amax": np.ones(1, np.float32)}, ValueError, "all arrays of one call must be on one device"),
+}
+OUT_PARTS = {
+    "codes misaligned": ({"packed": lambda: misaligned((64, 256), np.uint8)}, "out.packed is at address"),
+    "scales misaligned": ({"block_scale": lambda: misaligned((64, 32), np.uint8)}, "out.block_scale is at address"),
+    "codes strided": ({"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]}, "out.packed needs a contiguous CuPy array"),
+    "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "out.packed needs a contiguous CuPy array"),
+    "tensor scale's shape": ({"tensor_scale": lambda: cupy.zeros(1, np.float32)}, "out.tensor_scale needs a contiguous"),
+    "tensor scale's dtype": ({"tensor_scale": lambda: cupy.zeros((), np.float64)}, "out.tensor_scale needs a contiguous"),
+    "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "out.tensor_amax needs a contiguous"),
+    "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax needs a contiguous"),
+}
+
+
+def raised(call):
+    """Type and text of the error of a call, without addresses."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        call()
+    return caught.type, caught.value.args[0].partition(" at address")[0]
+
+
+def assert_same_error(right, wrong, kind, text):
+    """A wrong call raises the same error when nothing is prepared, and after a right one that was."""
+    first, before = raised(wrong), len(prepared_call._CALLS)
+    right()
+    assert len(prepared_call._CALLS) == before + 1
+    assert raised(wrong) == first
+    assert first[0] is kind and text in first[1] + " at address"
+
+
+def given_right():
+    q = fp4kit.quantize(cupy.zeros(SHAPE, BF16), "nvfp4-te")
+    return {"x": cupy.zeros(SHAPE, BF16), "recipe": "nvfp4-te", "tensor_amax": cupy.ones((), np.float32), "out": q}
+
+
+@pytest.mark.parametrize("wrong", WRONG_QUANTIZE)
+def test_a_wrong_quantize_after_a_right_one(wrong):
+    change, kind, text = WRONG_QUANTIZE[wrong]
+    right = given_right()
+    other = right | change()
+    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), kind, text)
+
+
+@pytest.mark.parametrize("wrong", OUT_PARTS)
+def test_a_wrong_out_after_a_right_one(wrong):
+    parts, text = OUT_PARTS[wrong]
+    right = given_right()
+    other = right | {"out": replace(right["out"], **{name: make() for name, make in parts.items()})}
+    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), ValueError, text)
+
+
+WRONG_DEQUANTIZE = {
+    "dtype": (lambda q: {"dtype": np.float64}, TypeError, "dtype is float64; needs float32"),
+    "other dtype": (lambda q: {"dtype": np.float32}, ValueError, "out needs a CuPy array of float32 (64, 512)"),
+    "out's shape": (lambda q: {"out": cupy.zeros((32, 512), BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
+    "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
+    "no Quantized": (lambda q: {"q": q.packed}, TypeError, "needs a Quantized, as fp4kit.quantize returns"),
+    "no amax": (lambda q: {"q": replace(q, tensor_amax=None)}, ValueError, "q.tensor_amax has shape None"),
+    "amax's shape": (
+        lambda q: {"q": replace(q, tensor_amax=cupy.ones(64, np.float32))},
+        ValueError,
+        "q.tensor_amax has shape (64,)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_DEQUANTIZE)
+def test_a_wrong_dequantize_after_a_right_one(wrong):
+    change, kind, text = WRONG_DEQUANTIZE[wrong]
+    q = fp4kit.quantize(cupy.zeros(SHAPE, BF16), "nvfp4-te")
+    right = {"q": q, "out": cupy.zeros(SHAPE, BF16)}
+    other = right | change(q)
+    assert_same_error(lambda: fp4kit.dequantize(**right), lambda: fp4kit.dequantize(**other), kind, text)
+
+
+OF_OUT = {"shape", "dtype", "other recipe", "axis", "layout"}  # wrong for out alone
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG_QUANTIZE.keys() - OF_OUT))
+def test_a_wrong_quantize_without_out_after_a_right_one(wrong):
+    change, kind, text = WRONG_QUANTIZE[wrong]
+    right = {name: value for name, value in given_right().items() if name != "out"}
+    other = right | change()
+    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), kind, text)
+
+
+@pytest.mark.parametrize("wrong", sorted(WRONG_QUANTIZE.keys() - OF_OUT - {"no layout", "hadamard"}))
+def test_a_wrong_fake_quantize_after_a_right_one(wrong):
+    change, kind, text = WRONG_QUANTIZE[wrong]
+    right = {name: value for name, value in given_right().items() if name != "out"}
+    other = right | change()
+    assert_same_error(lambda: fp4kit.fake_quantize(**right), lambda: fp4kit.fake_quantize(**other), kind, text)
+
+
+def test_strided_and_misaligned_arrays_after_usual_ones():
+    x = blocks(BF16)
+    out, y = check(x, "nvfp4-te"), cupy.empty(SHAPE, BF16)
+    expected = fp4kit.quantize(x, "nvfp4-te")
+    strided = cupy.asarray(np.repeat(x, 2, 1))[:, ::2]
+    shifted = misaligned(SHAPE, BF16)
+    shifted[...] = cupy.asarray(x)
+    for given in (cupy.asarray(x), strided, shifted, cupy.asarray(x)) * 2:
+        out.packed[...] = 0xEE
+        assert_same(fp4kit.quantize(given, "nvfp4-te", out=out), expected)
+    values = fp4kit.dequantize(expected)
+    for target in (y, cupy.empty((64, 1024), BF16)[:, ::2], misaligned(SHAPE, BF16), y) * 2:
+        target[...] = cupy.zeros(SHAPE, BF16)
+        assert differing(fp4kit.dequantize(out, out=target), values) == 0
+
+
+def test_strided_amaxes_of_rows():
+    x = blocks(BF16)
+    expected = fp4kit.quantize(x, "nvfp4-te-rowscaled")
+    amax = cupy.asarray(np.repeat(expected.tensor_amax, 2))[::2]
+    q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te-rowscaled", tensor_amax=amax)
+    assert_same(q, expected)
+    assert differing(fp4kit.dequantize(replace(q, tensor_amax=amax)), fp4kit.dequantize(expected)) == 0
+
+
+def test_threads_with_arrays_of_their_own():
+    """Launches of a prepared call from many threads do not mix up their arguments."""
+    xs = [np.random.default_rng(i).standard_normal(SHAPE, np.float32) for i in range(8)]
+    outs = [fp4kit.quantize(cupy.zeros(SHAPE, np.float32), "nvfp4-te") for _ in xs]
+    amaxes = [cupy.asarray(np.abs(x).max()) for x in xs]
+
+    on_gpu = [cupy.asarray(x) for x in xs]
+
+    def work(i):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for _ in range(300):
+                fp4kit.quantize(on_gpu[i], "nvfp4-te", tensor_amax=amaxes[i], out=outs[i])
+            stream.synchronize()
+
+    cupy.cuda.Device().synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for x, out in zip(xs, outs, strict=True):
+        assert_same(out, fp4kit.quantize(x, "nvfp4-te"))
+
+
+@pytest.mark.parametrize("amax_given", [True, False])
+def test_a_prepared_call_is_captured_in_a_graph(monkeypatch, amax_given):
+    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1])
+    x, y = cupy.asarray(first), cupy.empty(SHAPE, BF16)
+    amax = cupy.asarray(fp4kit.quantize(second, "nvfp4-te").tensor_amax) if amax_given else None
+    out = fp4kit.quantize(x, "nvfp4-te")
+
+    def call():
+        fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax, out=out), out=y)
+
+    call()
+    forbid(monkeypatch)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        x[...] = cupy.asarray(second)
+        graph.launch(stream)
+        stream.synchronize()
+    expected = fp4kit.quantize(second, "nvfp4-te")
+    assert_same(out, expected)
+    assert differing(y, fp4kit.dequantize(expected)) == 0
+
+
+def test_prepared_calls_hold_no_memory():
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        x = cupy.zeros(SHAPE, BF16)
+        for _ in range(2):
+            out = fp4kit.quantize(x, "nvfp4-te")
+            y = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
+            z = fp4kit.fake_quantize(x, "nvfp4-te")
+        assert pool.used_bytes() > 0 and len(prepared_call._CALLS) == 4
+        del x, out, y, z
+        assert pool.used_bytes() == 0

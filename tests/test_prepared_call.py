@@ -1,0 +1,349 @@
+"""Prepared calls on the GPU path, with arrays that only look like CuPy's: what makes a key, and what a prepared call launches."""
+
+import ctypes
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.cuda import fake, geometry, launch, loader
+from fp4kit.cuda.geometry import Launch
+from fp4kit.ops import fake_on_device, on_device, prepared_call
+from fp4kit.ops.prepare import Prepared
+from fp4kit.quantized import packed_shape, scale_shape
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Memory:
+    """cupy.cuda.MemoryPointer of host memory."""
+
+    def __init__(self, array, device, log):
+        self.ptr, self.device_id, self._log = array.ctypes.data, device, log
+
+    def memset_async(self, value, size):
+        self._log.append(("memset", self.ptr, size))
+
+    def copy_from_device_async(self, source, size):
+        self._log.append(("copy", source.ptr, self.ptr, size))
+
+
+class Array:
+    """cupy.ndarray of host memory, which begins `offset` bytes after a multiple of 16."""
+
+    log: ClassVar[list] = []  # of all launches, copies and memory that is set
+
+    def __init__(self, shape, dtype=np.float32, offset=0, device=0, array=None):
+        if array is None:
+            memory = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize + 64, np.uint8)
+            start = -memory.ctypes.data % 16 + offset
+            array = memory[start : len(memory) - 48 + start - offset][: int(np.prod(shape)) * np.dtype(dtype).itemsize]
+            array = array.view(dtype).reshape(shape)
+        self.array, self.device = array, SimpleNamespace(id=device)
+        self.shape, self.dtype, self.strides, self.flags = array.shape, array.dtype, array.strides, array.flags
+        self.size, self.ndim, self.nbytes = array.size, array.ndim, array.nbytes
+        self.data = Memory(array, device, self.log)
+
+    def reshape(self, *shape):
+        return Array(None, device=self.device.id, array=self.array.reshape(*shape))
+
+    def __getitem__(self, index):
+        return Array(None, device=self.device.id, array=self.array[index])
+
+    def __setitem__(self, index, value):
+        value.data and self.log.append(("copy", value.data.ptr, self.data.ptr, self.nbytes))
+
+    def __dlpack__(self):
+        raise AssertionError("a CuPy array was exported")
+
+
+Array.__module__ = "cupy"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CuPy whose kernels write down how they are launched; current: the current device."""
+    state = SimpleNamespace(current=0, log=Array.log)
+    runtime = SimpleNamespace(getDevice=lambda: state.current)
+    cupy = SimpleNamespace(
+        ndarray=Array,
+        cuda=SimpleNamespace(runtime=runtime),
+        ascontiguousarray=lambda a: a,
+        empty=Array,
+        zeros=Array,
+        moveaxis=lambda a, source, target: a,
+    )
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(loader, "cupy", lambda: cupy)
+    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(prepared_call, "_CALLS", {})
+
+    def function(source, kernel, device):
+        return lambda grid, threads, arguments: state.log.append((kernel, source, grid, threads, arguments[0].tobytes()))
+
+    monkeypatch.setattr(loader, "function", function)
+    caches = [f for m in (fake, launch) for f in vars(m).values() if hasattr(f, "cache_clear")]
+    for cached in caches:
+        cached.cache_clear()
+    state.log.clear()
+    yield state
+    for cached in caches:
+        cached.cache_clear()
+
+
+def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **parts):
+    """A Quantized to write to."""
+    r = fp4kit.recipe(recipe)
+    scales = fp4kit.layouts.padded_shape(scale_shape(shape, r), layout)
+    arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
+    has_scale = r.tensor_scaling != "none"
+    arrays |= {name: Array(()) if has_scale else None for name in ("tensor_scale", "tensor_amax")}
+    return fp4kit.Quantized(**(arrays | parts), shape=shape, dtype=dtype, axis=axis % len(shape), recipe=r, scale_layout=layout)
+
+
+def logged(gpu, call):
+    """What a call launches, and what it returns."""
+    gpu.log.clear()
+    value = call()
+    return list(gpu.log), value
+
+
+def forbid(monkeypatch):
+    """The full way must not be gone again."""
+    for module in (on_device, fake_on_device):
+        for name in ("quantize", "dequantize", "fake_quantize"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the call went the full way"))
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
+@pytest.mark.parametrize(("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("nvfp4-flashinfer", True)])
+def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given, layout):
+    x, out = Array((64, 256), BF16), result(recipe, layout=layout)
+    options = {"out": out, "scale_layout": layout} | ({"tensor_amax": Array(())} if given else {})
+    call = lambda: fp4kit.quantize(x, recipe, **options)  # noqa: E731
+    first, q = logged(gpu, call)
+    assert q is out and len(first) == 1 + given
+    forbid(monkeypatch)
+    assert logged(gpu, call) == (first, out)
+
+
+def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
+    x, out = Array((64, 256), BF16), result("nvfp4-te")
+    first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    forbid(monkeypatch)
+    second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    at = out.tensor_amax.data.ptr
+    assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel", "copy"]
+    assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
+    elsewhere = np.uint64(first[2][1]).tobytes()  # where the full way had the amax
+    assert [(*line[:4], line[4].replace(elsewhere, np.uint64(at).tobytes())) for line in first[:2]] == second[1:]
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled_8x4"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
+def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, recipe, given, layout):
+    x = Array((2, 40, 256) if layout == "linear" else (40, 256), BF16)
+    options = {"tensor_amax": Array((1,))} if given and recipe == "nvfp4-te" else {}
+    call = lambda: fp4kit.quantize(x, recipe, scale_layout=layout, **options)  # noqa: E731
+    first, a = logged(gpu, call)
+    forbid(monkeypatch)
+    second, b = logged(gpu, call)
+    pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")]
+    pairs = [pair for pair in pairs if pair != (None, None)]
+    words = {np.uint64(old.data.ptr).tobytes(): np.uint64(new.data.ptr).tobytes() for old, new in pairs}
+    assert [(kernel, source, grid) for kernel, source, grid, *_ in first] == [line[:3] for line in second if line[0] != "memset"]
+    for line, other in zip(first, [line for line in second if line[0] != "memset"], strict=True):
+        parts = [line[4][i : i + 8] for i in range(0, len(line[4]), 8)]
+        assert b"".join(words.get(part, part) for part in parts) == other[4]
+    for old, new in pairs:
+        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+    assert (a.shape, a.dtype, a.axis, a.recipe, a.scale_layout) == (b.shape, b.dtype, b.axis, b.recipe, b.scale_layout)
+    assert b.tensor_amax is None or not options or b.tensor_amax.data.ptr == options["tensor_amax"].data.ptr
+
+
+def test_an_amax_that_is_that_of_out_is_not_copied(gpu):
+    x, out = Array((64, 256), BF16), result("nvfp4-te")
+    for expected in (["quantize_kernel", "copy"], ["quantize_kernel"]):
+        lines, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
+        assert [line[0] for line in lines] == expected
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
+def test_a_prepared_dequantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe):
+    q, out = result(recipe), Array((64, 256), np.float32)
+    first, y = logged(gpu, lambda: fp4kit.dequantize(q, np.float32, out=out))
+    assert y is out and len(first) == 1
+    forbid(monkeypatch)
+    assert logged(gpu, lambda: fp4kit.dequantize(q, np.float32, out=out)) == (first, out)
+
+
+def test_dequantize_allocates_where_no_out_is_given(gpu, monkeypatch):
+    q = result("nvfp4-te")
+    fp4kit.dequantize(q)
+    forbid(monkeypatch)
+    lines, y = logged(gpu, lambda: fp4kit.dequantize(q))
+    assert y.shape == q.shape and y.dtype == q.dtype and np.uint64(y.data.ptr).tobytes() in lines[0][4]
+
+
+@pytest.mark.parametrize(("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("mxfp4-modelopt-fake", False)])
+def test_a_prepared_fake_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given):
+    x, options = Array((64, 256), BF16), {"tensor_amax": Array(())} if given else {}
+    first, a = logged(gpu, lambda: fp4kit.fake_quantize(x, recipe, **options))
+    forbid(monkeypatch)
+    second, b = logged(gpu, lambda: fp4kit.fake_quantize(x, recipe, **options))
+    here, there = (np.uint64(y.data.ptr).tobytes() for y in (a, b))
+    assert [(*line[:4], line[4].replace(here, there)) for line in first] == second
+    assert (b.shape, b.dtype) == (x.shape, x.dtype)
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------------
+
+SHAPE = (64, 256)
+STRIDED = np.zeros((64, 512), BF16)[:, ::2]
+CHANGES = {
+    "shape": lambda: {"x": Array((32, 512), BF16)},
+    "dtype": lambda: {"x": Array(SHAPE, np.float16)},
+    "strides": lambda: {"x": Array(None, array=STRIDED)},
+    "alignment": lambda: {"x": Array(SHAPE, BF16, offset=2)},
+    "device": lambda: {"x": Array(SHAPE, BF16, device=1)},
+    "no amax": lambda: {"amax": None},
+    "dtype of amax": lambda: {"amax": Array((), np.float64)},
+    "shape of amax": lambda: {"amax": Array((2,))},
+    "device of amax": lambda: {"amax": Array((), device=1)},
+    "recipe": lambda: {"recipe": "nvfp4-te-reference"},
+    "recipe object": lambda: {"recipe": replace(fp4kit.recipe("nvfp4-te"), narrow=True)},
+    "axis": lambda: {"axis": 0},
+    "type of axis": lambda: {"axis": -1.0},
+    "layout": lambda: {"layout": "swizzled_128x4"},
+    "rounding": lambda: {"rounding": "stochastic"},
+    "no out": lambda: {"out": None},
+    "out's recipe": lambda: {"out": replace(result("nvfp4-te"), recipe=fp4kit.recipe("nvfp4-te-reference"))},
+    "out's dtype": lambda: {"out": result("nvfp4-te", dtype=np.float16)},
+    "out's axis": lambda: {"out": replace(result("nvfp4-te", (256, 256)), axis=0)},
+    "out's shape": lambda: {"out": result("nvfp4-te", (32, 512))},
+    "out's layout": lambda: {"out": result("nvfp4-te", layout="swizzled_8x4")},
+    "out's codes": lambda: {"out": result("nvfp4-te", packed=Array((64, 128), np.uint8, offset=1))},
+    "out's scales": lambda: {"out": result("nvfp4-te", block_scale=Array((64, 16), np.uint8, offset=1))},
+    "out's tensor scale": lambda: {"out": result("nvfp4-te", tensor_scale=Array((1,)))},
+    "out's amax": lambda: {"out": result("nvfp4-te", tensor_amax=None)},
+}
+
+
+def key(x=None, amax="", recipe="nvfp4-te", axis=-1, layout="linear", rounding="nearest", out=""):
+    x = Array(SHAPE, BF16) if x is None else x
+    amax, out = (Array(()) if isinstance(amax, str) else amax), (result("nvfp4-te") if isinstance(out, str) else out)
+    found, call = prepared_call.find("quantize", (x, amax, out), recipe, axis, layout, rounding)
+    assert call is None and found is not None
+    return found
+
+
+def test_other_arrays_like_these_have_the_same_key(gpu):
+    assert key() == key() and hash(key()) == hash(key())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_a_check_depends_on_changes_the_key(gpu, change):
+    assert key(**CHANGES[change]()) != key()
+
+
+def test_the_current_device_changes_the_key(gpu):
+    here = key()
+    gpu.current = 1
+    assert key() != here
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [(None,), ([1.0],), (np.zeros(3, BF16),), (Array((2, 32)), 3.0), (Array((2, 32)), np.float32(3)), (Array((2, 32)), "")],
+    ids=["None", "list", "NumPy", "number", "NumPy number", "text"],
+)
+def test_other_arguments_have_no_key(gpu, arrays):
+    assert prepared_call.find("quantize", arrays, "nvfp4-te") == (None, None)
+
+
+def test_an_argument_that_cannot_be_hashed_has_no_key(gpu):
+    assert prepared_call.find("quantize", (Array((2, 32)),), ["nvfp4-te"]) == (None, None)
+
+
+def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
+    monkeypatch.setattr(loader, "cupy", lambda: pytest.fail("CuPy was imported"))
+    x = np.zeros((2, 32), np.float32)
+    q = fp4kit.quantize(x, "mxfp4-ocp")
+    fp4kit.quantize(x, "mxfp4-ocp", out=q)
+    fp4kit.dequantize(q)
+    fp4kit.fake_quantize(x, "mxfp4-ocp")
+
+
+def test_no_more_than_so_many_are_kept(gpu):
+    for i in range(3 * prepared_call.MOST):
+        prepared_call.keep((i,), print)
+        assert (i,) in prepared_call._CALLS and len(prepared_call._CALLS) <= prepared_call.MOST
+    prepared_call.keep(None, print)
+    prepared_call.keep(("none",), None)
+    assert not {None, ("none",)} & prepared_call._CALLS.keys()
+
+
+UNUSUAL = {
+    "blocks along axis 0": ("mxfp4-ocp", Array((64, 64), BF16), {"axis": 0}),
+    "no elements": ("mxfp4-ocp", Array((0, 64), BF16), {}),
+    "strided": ("mxfp4-ocp", Array(None, array=STRIDED), {}),
+    "another device": ("mxfp4-ocp", Array((64, 64), BF16, device=1), {}),
+    "amaxes of rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {}),
+    "amaxes of experts": ("nvfp4-te", Array((2, 64, 64), BF16), {"amax": Array((2,))}),
+    "square blocks": ("nvfp4-te-2d", Array((64, 64), BF16), {}),
+    "swizzled stack": ("mxfp4-ocp", Array((2, 64, 64), BF16), {"layout": "swizzled_128x4"}),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_the_unusual_is_not_prepared(gpu, case):
+    recipe, x, options = UNUSUAL[case]
+    axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
+    p = Prepared(x, fp4kit.recipe(recipe), axis, x, {"tensor_amax": options.get("amax")})
+    assert prepared_call.quantize(p, layout) is None
+    assert prepared_call.fake_quantize(p, x) is None or layout != "linear"
+
+
+def test_an_error_is_not_kept(gpu):
+    out = result("nvfp4-te")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out has dtype bfloat16; needs float16"):
+            fp4kit.quantize(Array(SHAPE, np.float16), "nvfp4-te", tensor_amax=Array(()), out=out)
+    assert not prepared_call._CALLS
+
+
+def test_threads_that_launch_do_not_mix_up_their_arguments():
+    """A kernel that lets other threads run while it is launched finds its arguments as they were given."""
+    wrong, fields = [], np.dtype([("a", "u8"), ("b", "u8"), ("size", "i8")])
+
+    def function(grid, threads, arguments):
+        address, _ = arguments[0].__array_interface__["data"]
+        time.sleep(1e-5)
+        a, b, size = np.frombuffer(ctypes.string_at(address, fields.itemsize), np.uint64).tolist()
+        if b != a + 1 or size != 7 or arguments[0].tobytes() != np.array([a, b, size], np.uint64).tobytes():
+            wrong.append((a, b, size))
+        local.seen.append(a)
+
+    def work(thread):
+        local.seen = []
+        for i in range(200):
+            kernel(1000 * thread + i, 1000 * thread + i + 1)
+        if local.seen != [1000 * thread + i for i in range(200)]:
+            wrong.append(thread)
+
+    kernel, local = Launch(function, 1, fields, 7), threading.local()
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
