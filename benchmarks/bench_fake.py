@@ -72,7 +72,7 @@ def run(bench: Bench) -> None:
     tensor = fp4kit.amax(x) / 2
     backward(bench, "nvfp4-modelopt-fake", x, x[::-1].copy(), tensor)
     backward(bench, "int8-modelopt-channel", x, x[::-1].copy(), rows)
-    backward(bench, "nvfp4-modelopt-fake", x, x.astype(np.float32), tensor)
+    backward(bench, "nvfp4-modelopt-fake", x, bench.normal(F32), tensor)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,14 @@ class Tensors:
         rows, K = EXPERT
         sizes = np.full(count, rows) if equal else np.random.default_rng(count).integers(0, 2 * rows + 1, count)
         sizes[1] = sizes[1] if equal else 0
-        ends = np.cumsum(sizes).tolist()
-        self.whole = bench.normal(BF16, (ends[-1], K))
-        self.xs = [self.whole[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
-        self.name = f"{count} {'equal' if equal else 'unequal'}"
+        self.ends = np.cumsum(sizes).tolist()
+        self.whole = bench.normal(BF16, (self.ends[-1], K))
+        self.xs = self.parts(self.whole)
+        self.name = f"{count} {'equal' if equal else 'unequal'}"  # of a row's operation, with what is done to them
+
+    def parts(self, whole: Any) -> list[Any]:
+        """The experts' parts of an array of all rows."""
+        return [whole[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
 
 def operation(recipe: str, fake: bool, amaxes: Any) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Call]]:
@@ -70,15 +75,19 @@ def modelopt_loop(bench: Bench, tensors: Tensors, recipe: str, amaxes: Any) -> d
     nn, config = (peers.module(f"modelopt.torch.quantization.{name}") for name in ("nn", "config"))
     if nn is None or config is None:
         return {}
-    pairs = []
-    for x, amax in zip(tensors.xs, amaxes, strict=True):
-        if x.size:
-            quantizer = nn.TensorQuantizer(config.QuantizerAttributeConfig(**attributes[recipe])).cuda()
-            quantizer.amax = peers.tensor(amax.reshape(-1, 1) if amax.ndim else amax.reshape(1)).reshape(
-                (-1, 1) if amax.ndim else ()
-            )
-            pairs.append((quantizer, peers.tensor(x)))
-    return {"Model-Optimizer loop": lambda: [quantizer(x) for quantizer, x in pairs]}
+
+    @cache
+    def pairs() -> list[tuple[Any, Any]]:  # made by the first call, so that what fails there is recorded
+        found = []
+        for x, amax in zip(tensors.xs, amaxes, strict=True):
+            if x.size:
+                quantizer = nn.TensorQuantizer(config.QuantizerAttributeConfig(**attributes[recipe])).cuda()
+                limits = peers.tensor(amax.reshape(-1))
+                quantizer.amax = limits.reshape(-1, 1) if amax.ndim else limits.reshape(())
+                found.append((quantizer, peers.tensor(x)))
+        return found
+
+    return {"Model-Optimizer loop": lambda: [quantizer(x) for quantizer, x in pairs()]}
 
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool) -> None:
@@ -86,7 +95,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool) -> None:
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
     single, run_plan = operation(recipe, fake, amaxes)
-    call, name = run_plan(plan), f"{'fake_quantize' if fake else 'quantize'}_grouped"
+    call, name = run_plan(plan), "fake_quantize" if fake else "quantize"
     check(tensors, call(), recipe, amaxes)
     whole_amax = None if amaxes is None else plan.amax_vector if r.tensor_scaling == "row" else fp4kit.amax(tensors.whole)
     traffic = element_bytes(x=BF16) | (element_bytes(values=BF16) if fake else quantized_bytes(recipe))
@@ -94,7 +103,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool) -> None:
     pairs = [*zip(tensors.xs, amaxes or [None] * len(tensors.xs), strict=True)]
     others = {"loop of single calls": lambda: [single(x, a) for x, a in pairs]}
     others |= modelopt_loop(bench, tensors, recipe, amaxes) if fake else {}
-    bench.row(f"{name}, {tensors.name}", recipe, tensors.whole, traffic, call, beside=one, peers=others)
+    bench.row(f"{name} {tensors.name}", recipe, tensors.whole, traffic, call, beside=one, peers=others)
     if len(tensors.xs) == COUNTS[2]:
         host(bench, tensors, recipe, name, plan.fake_quantize if fake else plan.quantize)
     if amaxes is not None:
@@ -106,25 +115,26 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).us, AT_MOST)
     twice = element_bytes(**{"x for amax": BF16}) | traffic
-    bench.row(f"{name} with amax, {tensors.name}", recipe, tensors.whole, twice, call, beside=one)
+    bench.row(f"{name} {tensors.name}, amax", recipe, tensors.whole, twice, call, beside=one)
 
 
 def host(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call) -> None:
     """Time of the host for a step, two launches where amaxes are computed."""
-    bench.row(f"{name}, {tensors.name}", recipe, tensors.whole, NO_BYTES, call, kind="host", target_us=HOST_US)
+    bench.row(f"{name} {tensors.name}", recipe, tensors.whole, NO_BYTES, call, kind="host", target_us=HOST_US)
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
     """The backward pass with a clip mask."""
-    whole, amax = tensors.whole, fp4kit.amax(tensors.whole)
+    whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole)
+    grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
-    one = bench.time(lambda: fp4kit.fake_quantize_backward(whole, whole, "fp8-modelopt", amax=amax, pass_through=False)).us
+    one = bench.time(lambda: fp4kit.fake_quantize_backward(grad, whole, "fp8-modelopt", amax=amax, pass_through=False)).us
     bench.row(
-        f"fake_quantize_grouped_backward, {tensors.name}",
+        f"clip gradients {tensors.name}",
         "fp8-modelopt",
         whole,
         element_bytes(grad=BF16, x=BF16, out=BF16),
-        lambda: plan.fake_quantize_backward(tensors.xs, pass_through=False),
+        lambda: plan.fake_quantize_backward(grads, pass_through=False),
         beside=Beside("one launch", one, AT_MOST),
     )
 

@@ -6,6 +6,7 @@ import pytest
 from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
 
 import fp4kit
+from fp4kit.ops.amax_on_device import reduced_columns
 from fp4kit.recipes import RECIPES
 from fp4kit.testing import assert_same_bits
 
@@ -25,6 +26,21 @@ def test_of_a_large_array():
     for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         assert_same_bits(fp4kit.amax(x), np.asarray(np.abs(x).max()))
+
+
+def test_columns_that_need_no_transposed_copy():
+    """The view of x whose middle axis a GPU reduces; None where there is no such view, or its matrices are too small."""
+    for shape in [(300, 70), (2, 3, 4), (3, 90, 64), (2, 3, 70, 40), (2, 0, 3), (4, 1)]:
+        x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        for axis in [0, 1, -2, (0, 1), (1, 2), (2, 1), (0, 2)]:
+            if np.max(axis) < x.ndim and (found := reduced_columns(x, axis)):
+                result = np.max(np.abs(found[0]), axis=1, initial=0).reshape(found[1])
+                assert_same_bits(result, np.max(np.abs(x), axis=axis, initial=0))
+    x = np.zeros((300, 70, 64), np.float32)
+    seen = {axis: reduced_columns(x, axis) for axis in (None, (), 0, 1, -2, (1, 0), 2, (1, 2), (0, 0))}
+    assert [axis for axis, found in seen.items() if found] == [0, 1, -2, (1, 0)]
+    assert reduced_columns(x.T, 0) is None and reduced_columns(x[:, :2], 0) is None
+    assert reduced_columns(x[:, :2].copy(), 1) is None
 
 
 def test_of_nothing_and_of_one():

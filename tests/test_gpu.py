@@ -129,6 +129,20 @@ def test_amax() -> None:
     assert differing(fp4kit.amax(d, "mxfp4-ocp"), fp4kit.amax(x, "mxfp4-ocp")) == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3000, 1), (701, 3), (1, 520), (4099, 16), (1031, 37), (257, 1000), (5, 3, 129, 96)])
+def test_amax_of_rows_and_columns(shape, dtype) -> None:
+    x = np.random.default_rng(6).standard_normal(shape).astype(dtype)
+    x.reshape(-1)[[1, x.size // 2]] = np.inf, np.nan
+    whole = cupy.zeros(x.size + 1, dtype)
+    misaligned = whole[1:].reshape(shape)
+    misaligned[...] = cupy.asarray(x)
+    for axis in (*range(x.ndim), -2, (0, 1), *([(1, 2)] if x.ndim > 2 else [])):
+        expected = fp4kit.amax(x.astype(np.float32), axis=axis)
+        for d in (cupy.asarray(x), misaligned, cupy.asarray(x.T).T):
+            assert differing(fp4kit.amax(d, axis=axis), expected) == 0
+
+
 def test_out_and_both() -> None:
     x = blocks(np.float32, 64, 256)
     d = cupy.asarray(x)

@@ -260,6 +260,7 @@ def test_a_prepared_call_is_captured_in_a_graph(monkeypatch, amax_given):
         fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax, out=out), out=y)
 
     call()
+    cupy.cuda.Device().synchronize()
     forbid(monkeypatch)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         stream.begin_capture()

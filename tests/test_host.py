@@ -81,7 +81,7 @@ TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
     "widen_f16(narrow_f16(p.a[i]))": lambda a, b: a.astype(np.float16).astype(np.float32),
     "widen_bf16(narrow_bf16(p.a[i]))": lambda a, b: a.astype(BF16).astype(np.float32),
 }
-TWIN = """
+TWIN = """#include "ptx.cuh"
 struct Arguments { const float *a, *b; float* y; long long count; };
 extern "C" __global__ void twin_kernel(Arguments p) {
   for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.y[i] = EXPRESSION;

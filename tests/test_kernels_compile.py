@@ -6,7 +6,7 @@ import os
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, Dequantize, Quantize
+from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Quantize
 from host.cases_fake import Changed, Clip, Fake, Keep
 from host.cases_grouped import EVERY_KIND, GroupedQuantize
 from host.cases_layouts import Pack, Swizzle, Transpose
@@ -39,6 +39,8 @@ KINDS = [
     Dequantize(RECIPES["nvfp4-te"]),
     Amax(BF16, "no_nan"),
     Amax(F32, by_row=True, mask=TE_SIGN_MASK),
+    Amax(F16, by_row=True),
+    AmaxColumns(BF16),
     Partial(RECIPES["nvfp4-te-2d"], F32),
     Partial(RECIPES["mxfp8-te"], BF16),
     Fake(RECIPES["nvfp4-modelopt-fake-cuda"], misaligned=True),
@@ -65,7 +67,7 @@ def compiler():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(str(error))
 
 
-def check_compiles(case: Quantize | Dequantize | Amax, arch: str) -> None:
+def check_compiles(case: Quantize | Dequantize | Amax | AmaxColumns, arch: str) -> None:
     found = recorded([lambda: list(case.run())])
     assert found
     for source, kernel in found:

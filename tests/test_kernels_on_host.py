@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, Dequantize, Guards, Quantize
+from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Guards, Quantize
 from host.harness import Host
 from inputs import BF16
 
@@ -53,6 +53,7 @@ UNEVEN = Dequantize(RECIPES["fp8-modelopt"])
 AMAX = [Amax(dtype, counted) for dtype in (F32, F16, BF16) for counted in ("all", "no_nan", "finite")]
 AMAX += [Amax(F32, by_row=True), Amax(BF16, "no_nan", by_row=True), Amax(F16, "finite", by_row=True)]
 AMAX += [Amax(dtype, mask=TE_SIGN_MASK) for dtype in (F32, F16, BF16)] + [Amax(BF16, "no_nan", True, 0)]
+AMAX += [AmaxColumns(dtype) for dtype in (F32, F16, BF16)]
 
 
 @pytest.mark.parametrize("case", QUANTIZE + LAYOUTS + RANDOM + TRANSFORMED + CALIBRATED, ids=str)

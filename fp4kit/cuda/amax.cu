@@ -6,6 +6,8 @@
 #include "memory.cuh"
 
 constexpr int kThreads = 256, kRun = 16;
+constexpr int kShort = 1024;  // elements of a row that a thread block would share too thinly
+constexpr u32 kWarp = 32, kAtOnce = 4;
 
 struct Arguments {
   const void* x;  // rows x columns elements, contiguous
@@ -57,8 +59,62 @@ FP4KIT_DEVICE void amax(const Arguments& a, Grid grid) {
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
+// Elements of a row that a thread takes at a time. Rows are whole units: kAligned says that each begins at 16 bytes.
+template <class In, bool kAligned>
+constexpr int kUnit = Transform::kHadamard ? kRun : kAligned ? 16 / sizeof(typename In::Bits) : 1;
+
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
+  constexpr int kCount = kUnit<In, kAligned>;
+  if constexpr (kCount == 1) {
+    return counted_bits<kInput>(In::widen(*x));
+  } else {
+    float unit[kCount];
+    load_run<In, kCount, kAligned>(x, unit);
+    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask, In>(unit);
+    u32 largest = 0u;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) largest = maximum(largest, counted_bits<kInput>(unit[j]));
+    return largest;
+  }
+}
+
+// Rows of at most kShort elements: a warp takes kAtOnce groups of rows, and each row of a group has a power of two of its lanes.
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE void amax_short_rows(const Arguments& a, Grid grid) {
+  const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
+  const u32 columns = static_cast<u32>(a.columns), units = columns / kUnit<In, kAligned>;
+  u32 lanes = 1u;
+  while (lanes < units && lanes < kWarp) lanes *= 2u;
+  const u32 group = kWarp / lanes, lane = threadIdx.x % lanes, place = threadIdx.x % kWarp / lanes;
+  const i64 stride = item_stride(grid) / kWarp * (kAtOnce * group);
+  for (i64 first = first_item(grid) / kWarp * (kAtOnce * group); first < a.rows; first += stride) {
+    u32 largest[kAtOnce] = {};
+    for (u32 i = lane; i < units; i += lanes) {
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; ++k) {
+        const i64 row = minimum(first + k * group + place, a.rows - 1);  // no branch, so that loads overlap
+        largest[k] = maximum(largest[k], largest_of_unit<In, kInput, kAligned>(x + row * columns + i * kUnit<In, kAligned>));
+      }
+    }
+    for (u32 distance = 1; distance < lanes; distance *= 2) {
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; ++k) largest[k] = maximum(largest[k], __shfl_xor_sync(0xFFFFFFFFu, largest[k], distance));
+    }
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; ++k) {
+      const i64 row = first + k * group + place;
+      if (lane == 0 && row < a.rows) a.amax[row] = largest[k];
+    }
+  }
+}
+
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const Arguments& a, Grid grid) {
+  if (a.columns <= kShort) {
+    amax_short_rows<In, kInput, kAligned>(a, grid);
+    return;
+  }
   for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
     const u32 largest = largest_of_block(largest_bits<In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));

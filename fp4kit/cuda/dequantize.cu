@@ -85,8 +85,7 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
     __syncthreads();
   }
   constexpr u32 kStep = kThreads * Way::kUnroll;
-  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
-  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
+  for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
     u64 codes[Way::kUnroll];
     float scales[Way::kUnroll];
     Place places[Way::kUnroll];

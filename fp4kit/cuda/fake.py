@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, Launch, address, grid
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, grid
 from fp4kit.cuda.launch import LAUNCHES, QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
@@ -36,7 +36,7 @@ def fake_launch(r: Recipe, dtype: np.dtype, shape: tuple[int, int], whole: bool,
     """What fake-quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and 0."""
     rows, columns = rows_and_columns(shape, r)
     work = rows * -(-columns * dtype.itemsize // THREAD_BYTES)
-    return Launch(_function(r, dtype, whole, device), grid(-(-work // THREADS), device), QUANTIZE, rows, columns)
+    return Launch(_function(r, dtype, whole, device), grid(-(-work // THREADS), device, UNLIMITED), QUANTIZE, rows, columns)
 
 
 def fake_matrix(x: Any, r: Recipe, amax: Any, values: Any, block_amax: Any = None) -> None:

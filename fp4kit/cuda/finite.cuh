@@ -24,8 +24,8 @@ struct ShortWay {
   static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient
   static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
-  static constexpr bool kPairs =
-      FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled && !R::kFake && !R::kStochastic;
+  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
+                                 !R::kFake && !R::kStochastic;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
 
@@ -145,10 +145,10 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
   }
 }
 
-// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value, or below 7 and
-// E2M1, whose code is then 8 at most.
-//   2^(-126 - emin) takes the format's last exponent, and its subnormals, to those of float32: bits above 23 - M are the code, rounded
-//   toward zero.
+// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value; or of E2M1
+// below 7, for which the code is 8 at most.
+//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23 - M on are the
+//   code, rounded toward zero.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
@@ -157,7 +157,8 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Codes of a run with random bytes, packed as store_codes packs them; see encode_stochastic. Signs are the products', whatever R::kSign.
+// Codes of a run with random bytes, packed as store_codes packs them. Signs are the products', whatever R::kSign, as in
+// encode_stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

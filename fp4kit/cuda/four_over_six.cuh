@@ -1,8 +1,8 @@
-// 4over6: each block takes the better of two scales, with its amax at code 6 or at code 4; the twin of reference/four_over_six.py.
+// 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of reference/four_over_six.py.
 //
-// The long way sums the errors as the specification does. Only which sum is less matters, though, so the short way sums errors that
-// are nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the long way: of ordinary
-// data about one in ten thousand.
+// The long way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
+// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the long way: about four in
+// ten thousand of normally distributed data, and blocks that are as good at 4 as at 6, such as those of one magnitude.
 #pragma once
 
 #include "quantize.cuh"
@@ -59,7 +59,8 @@ FP4KIT_DEVICE float sum_errors(const float (&x)[R::kBlock], u32 scale_code, Tens
 
 // Codes of a run under the chosen scale.
 template <class R>
-FP4KIT_DEVICE void encode_chosen(const float (&x)[R::kBlock], float amax, u32 scale_code, TensorScale t, u32 (&codes)[R::kBlock]) {
+FP4KIT_DEVICE void encode_chosen(const float (&x)[R::kBlock], float amax, u32 scale_code, TensorScale t,
+                                 u32 (&codes)[R::kBlock]) {
   const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
   const bool zero = R::kFlush && magnitude_of(amax) < kFltMin;  // FlashInfer leaves a zero block early
 #pragma unroll
@@ -74,8 +75,9 @@ FP4KIT_DEVICE void encode_chosen(const float (&x)[R::kBlock], float amax, u32 sc
 //    2 e u   both differences are rounded
 //   88 e u   near a tie the other v may be taken: then y is within 4 e of the tie, 5 at most, and the two errors differ by twice
 //            (4 + 5 * 8) e u
-// Sums of n: of magnitudes they differ by at most n 114 e u and 34 e of the sum of at most n u. Of squares by 2 * 114 e u sum |d|, and
-// 2 sum |d| <= 2 sqrt(n E) <= 4 E / u + n / 4 u, where E is their sum, plus 42 e E. are_apart asks for more than both sums' differences.
+// Sums of n magnitudes differ by at most 114 e n u, and 42 e of a sum of at most n u for the order of additions. Sums E of n squares
+// by at most 114 e u 2 sum |d|, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n / 4 u^2, and 42 e E. are_apart asks for more than what
+// both sums can be off.
 
 // Of a scale; lengths in units of near_power(t).
 struct alignas(16) NearScale {
@@ -96,7 +98,9 @@ FP4KIT_DEVICE float near_power(TensorScale t) { return float_of(bits_of(t.amax) 
 FP4KIT_DEVICE float inverse_power(TensorScale t) { return float_of(0x7F000000u - bits_of(near_power(t))); }
 
 // Whether scales stay in the normal range, and squares of errors below infinity.
-FP4KIT_DEVICE bool is_ordinary(TensorScale t) { return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode); }
+FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
+  return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
+}
 
 template <class R, class In>
 FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
@@ -107,12 +111,13 @@ FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
   constexpr float kCount = R::kBlock * R::kBlockRows;
   const float u = unit * inverse_power(t);
-  return {factor, factor * near_power(t) * 0x1p-126f, u * 0x1p126f, R::kSquaredError ? u * u * (kCount * 0x1p-18f) : u * (kCount * 1.25f * 0x1p-16f)};
+  const float slack = R::kSquaredError ? u * u * (kCount * 0x1p-18f) : u * (kCount * 1.25f * 0x1p-16f);
+  return {factor, factor * near_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
 // Nearly the sum of the errors, in units of near_power; a: magnitudes in these units, small and unit: see NearScale.
-//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its last exponent with a leading 1 is that of y in [1, 2),
-//   and subnormals have the same step. So adding half of the 22 bits' range to its pattern, and clearing them, rounds y to E2M1.
+//   a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its least normal exponent is that of y in [1, 2), and
+//   subnormals have the same step. So adding half of the 22 bits' range to its pattern, and clearing them, rounds y to E2M1.
 template <class R>
 FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;
@@ -127,7 +132,8 @@ FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float u
 
 // Both sums of errors of a finite run.
 template <class R, class In>
-FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four, float inverse, float (&errors)[2]) {
+FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& six, const NearScale& four, float inverse,
+                               float (&errors)[2]) {
   Run<In, R::kBlock> magnitudes = run;
 #pragma unroll
   for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;

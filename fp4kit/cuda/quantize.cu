@@ -122,8 +122,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
     __syncthreads();
   }
   constexpr u32 kStep = kThreads * Way::kUnroll;
-  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
-  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
+  for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
     Run<In, kRun> x[Way::kUnroll];
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {

@@ -14,45 +14,46 @@ struct PatchArguments {
   i64 rows, columns;
 };
 
-constexpr int kSide = 8;  // rows and columns of a patch
+constexpr int kSide = 8;  // rows of a patch
 
-template <class R>
+template <class R, class In>
 struct Patches {
-  static constexpr int kTall = R::kBlock / kSide;           // patches above each other in a warp: the rows of a block
-  static constexpr int kWide = 32 / kTall;                  // patches beside each other
-  static constexpr int kAcross = R::kBlock / kSide;         // patches beside each other of a block that spans columns
-  static constexpr int kWarps = kThreads / 32;              // above each other
-  static constexpr int kRows = kWarps * kTall * kSide, kColumns = kWide * kSide;  // of a tile
+  static constexpr int kSpan = 32 / sizeof(typename In::Bits);  // columns of a patch: 32 bytes
+  static constexpr int kTall = R::kBlock / kSide;               // patches above each other in a warp: the rows of a block
+  static constexpr int kWide = 32 / kTall;                      // patches beside each other
+  static constexpr int kAcross = R::kBlock / kSpan;             // of those, the patches of a block that spans columns
+  static constexpr int kWarps = kThreads / 32;                  // above each other
+  static constexpr int kRows = kWarps * kTall * kSide, kColumns = kWide * kSpan;  // of a tile
   static constexpr int kBits = R::Element::kStoredBits;
-  static constexpr int kWords = kSide * kBits / 32;         // of the codes of a patch's row or column
-  static constexpr int kColumnWords = kRows * kBits / 32;   // of a tile's column
-  static constexpr int kBlocks = kRows / R::kBlock;         // of a tile's column
+  static constexpr int kRowWords = kSpan * kBits / 32, kWords = kSide * kBits / 32;  // of the codes of a patch's row, column
+  static constexpr int kColumnWords = kRows * kBits / 32;       // of a tile's column
+  static constexpr int kBlocks = kRows / R::kBlock;             // of a tile's column
   static constexpr bool kSquare = R::kBlockRows > 1;
 };
 
-template <class R>
+template <class P>
 struct Staging {
-  u32 words[Patches<R>::kColumnWords][Patches<R>::kColumns];
-  u8 scales[Patches<R>::kColumns][Patches<R>::kBlocks];
+  u32 words[P::kColumnWords][P::kColumns];
+  u8 scales[P::kColumns][P::kBlocks];
 };
 
 // Where a thread is.
-template <class R>
 struct Spot {
   int tall, wide, warp;  // patch in the warp; warp in the block
   i32 row, column;       // of the patch's first element
 };
 
-// Where column j of the patches at `wide` lies in row `row` of the staging: the lanes of a warp, which write the same j, meet in no bank.
-template <class R>
+// Where column j of the patches at `wide` lies in row `row` of the staging: the lanes of a warp, which write the same j, hardly meet in
+// a bank.
+template <class P>
 FP4KIT_DEVICE int staged_column(int row, int wide, int j) {
-  using P = Patches<R>;
-  return wide * kSide + (j ^ (wide / 4 + P::kWide / 4 * (row / P::kWords % P::kTall)));
+  constexpr int kGroup = 32 / P::kSpan;  // patches that fill the banks once
+  return wide * P::kSpan + (j ^ (wide / kGroup + P::kWide / kGroup * (row / P::kWords % P::kTall)) % P::kSpan);
 }
 
 // Column j of a patch as a run.
-template <class In>
-FP4KIT_DEVICE Run<In, kSide> column_run(const Run<In, kSide> (&rows)[kSide], int j) {
+template <class In, int kSpan>
+FP4KIT_DEVICE Run<In, kSide> column_run(const Run<In, kSpan> (&rows)[kSide], int j) {
   Run<In, kSide> column;
   if constexpr (sizeof(typename In::Bits) == 4) {
 #pragma unroll
@@ -104,32 +105,35 @@ FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u3
 }
 
 // The codes of a patch, along rows, into the staging, along columns.
-template <class R>
-FP4KIT_DEVICE void stage_transposed(Staging<R>& staging, const Spot<R>& s, const u32 (&codes)[kSide][Patches<R>::kWords]) {
-  using P = Patches<R>;
+template <class P>
+FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const Spot& s, const u32 (&codes)[kSide][P::kRowWords]) {
   constexpr int kSquareSide = 32 / P::kBits;  // 8 nibbles, 4 bytes
   const int first = (s.warp * P::kTall + s.tall) * P::kWords;
 #pragma unroll
   for (int row = 0; row < P::kWords; ++row) {
 #pragma unroll
-    for (int part = 0; part < P::kWords; ++part) {
+    for (int part = 0; part < P::kRowWords; ++part) {
       u32 w[kSquareSide];
 #pragma unroll
       for (int i = 0; i < kSquareSide; ++i) w[i] = codes[row * kSquareSide + i][part];
       transpose_square(w);
 #pragma unroll
       for (int i = 0; i < kSquareSide; ++i)
-        staging.words[first + row][staged_column<R>(first + row, s.wide, part * kSquareSide + i)] = w[i];
+        staging.words[first + row][staged_column<P>(first + row, s.wide, part * kSquareSide + i)] = w[i];
     }
   }
 }
 
-// Codes of column j of a patch and the scale of its block -> the staging.
-template <class R>
-FP4KIT_DEVICE void stage_column(Staging<R>& staging, const Spot<R>& s, int j, const u32 (&words)[Patches<R>::kWords], u32 code) {
-  using P = Patches<R>;
+// Codes of column j of a patch -> the staging.
+template <class P>
+FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
   const int first = (s.warp * P::kTall + s.tall) * P::kWords;
 #pragma unroll
-  for (int w = 0; w < P::kWords; ++w) staging.words[first + w][staged_column<R>(first + w, s.wide, j)] = words[w];
-  if (s.tall == 0) staging.scales[s.wide * kSide + j][s.warp] = code;
+  for (int w = 0; w < P::kWords; ++w) staging.words[first + w][staged_column<P>(first + w, s.wide, j)] = words[w];
+}
+
+// The scale of the block that column j of a patch is in -> the staging.
+template <class P>
+FP4KIT_DEVICE void stage_scale(Staging<P>& staging, const Spot& s, int j, u32 code) {
+  if (s.tall == 0) staging.scales[s.wide * P::kSpan + j][s.warp] = static_cast<u8>(code);
 }

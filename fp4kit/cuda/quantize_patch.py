@@ -14,7 +14,7 @@ from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
 
-SIDE = 8  # rows and columns that a thread takes
+SIDE, SPAN_BYTES = 8, 32  # rows that a thread takes, and how much of them
 _POINTERS = ("x", "packed", "scales", "column_packed", "column_scales", "values", "tensor_amax", "tensor_scale")
 _ARGUMENTS = np.dtype([(n, "u8") for n in (*_POINTERS, "column_tensor_scale")] + [("rows", "i8"), ("columns", "i8")])
 _BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))
@@ -41,7 +41,7 @@ def _function(r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, 
 
 
 def quantize_patch(x: Any, r: Recipe, layout: str, amax: Any, row: Side | None, column: Side | None, values: Any = None) -> None:
-    """Quantize a contiguous matrix (M, K), K a multiple of 8, rowwise, columnwise, or both.
+    """Quantize a contiguous matrix (M, K), K a multiple of 32 bytes, rowwise, columnwise, or both.
 
     column: codes (K, M/2) or (K, M) and scales of the transposed matrix, M a multiple of the block. values: instead of codes,
     fake-quantized elements of square blocks.
@@ -55,5 +55,5 @@ def quantize_patch(x: Any, r: Recipe, layout: str, amax: Any, row: Side | None, 
     arrays = (x, packed, scales, column_packed, column_scales, values, amax, scale, column_scale)
     arguments = np.array([(*map(address, arrays), rows, columns)], _ARGUMENTS)
     tall = r.block_size // SIDE  # patches above each other in a warp
-    tile = (THREADS // 32 * tall * SIDE, 32 // tall * SIDE)
+    tile = (THREADS // 32 * tall * SIDE, 32 // tall * (SPAN_BYTES // x.dtype.itemsize))
     call((grid(-(-rows // tile[0]) * -(-columns // tile[1]), device, WHOLE),), (THREADS,), (arguments,))

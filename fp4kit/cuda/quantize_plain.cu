@@ -51,8 +51,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
   const bool even = kAligned && whole_stores && (a.rows == 1 || a.columns % kRun == 0);
   const TensorScale whole_scale = kRows ? TensorScale{} : tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
   constexpr u32 kStep = kThreads * Way::kUnroll;
-  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
-  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
+  for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
     Run<In, kRun> x[Way::kUnroll];
     i64 firsts[Way::kUnroll];
     u32 rows[Way::kUnroll];

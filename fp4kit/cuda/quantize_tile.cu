@@ -6,6 +6,7 @@
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
+constexpr int kTilesPerMultiprocessor = 5;  // the long way would take registers for 4
 
 template <class R>
 struct Tile {
@@ -23,8 +24,8 @@ struct SumOf {
   FP4KIT_DEVICE float of(float a, float b) { return a + b; }
 };
 
-// Values of all rows of a block together, in any order, by way of tile.parts[kPart], ...; every thread gets them. Neighbouring rows are
-// lanes of a warp.
+// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
+// neighbouring rows.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = Tile<R>::kColumns;
@@ -112,7 +113,8 @@ struct Choice {
 
 // kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In>
-FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, Tile<R>& tile, int column) {
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, Tile<R>& tile,
+                                  int column) {
   float amax[1] = {float_of(largest_bits_of(run))};
   if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
   if (R::kBlockRows > 1 && threadIdx.x == 0) tile.is_long = false;  // all have looked at that of the tile before
@@ -151,7 +153,8 @@ FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBl
 
 // Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, Tile<R>& tile, int tile_row, int column) {
+FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, Tile<R>& tile, int tile_row,
+                                int column) {
   const i64 first = spot.row * a.columns + spot.block * R::kBlock;
   float x[R::kBlock] = {};
   if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
@@ -188,8 +191,8 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
     const i64 tall_index = quotient(t_index, wide, tiles);
     const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column, blocks};
     const bool inside = spot.row < a.rows && spot.block < blocks;
-    const TensorScale t =
-        has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, inside ? spot.row : 0, inside ? spot.block : 0, blocks);
+    const Spot near = inside ? spot : Spot{0, 0, blocks};
+    const TensorScale t = has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
     bool is_long = true;
     if constexpr (R::kFourOverSix) {
       Run<In, R::kBlock> run = {};
@@ -204,10 +207,9 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
   }
 }
 
-// Blocks in a row: a thread takes two at a time, so that there are enough loads in flight.
+// Blocks in a row: a thread takes one at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
-  constexpr u32 kUnroll = 2;
   constexpr bool kOneScale = has_one_scale<R>();
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
@@ -216,31 +218,18 @@ FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale*
     const u32 row = kFlat ? 0u : run / blocks;
     return Spot{row, run - row * blocks, blocks};
   };
-  const auto scale_of = [&](Spot s) { return kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, s.row, s.block, blocks); };
-  constexpr u32 kStep = kTileThreads * kUnroll;
-  const Stretch own = stretch_of(grid, (runs + kStep - 1) / kStep);
-  for (u32 start = own.first * kStep; start < own.end * kStep; start += kStep) {
-    Run<In, R::kBlock> x[kUnroll];
-#pragma unroll
-    for (u32 k = 0; k < kUnroll; ++k) {
-      const u32 run = start + k * kTileThreads + threadIdx.x;
-      if (run < runs) x[k] = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
-    }
-    u32 left = 0u;  // bit k: run k goes the long way
-#pragma unroll
-    for (u32 k = 0; k < kUnroll; ++k) {
-      const u32 run = start + k * kTileThreads + threadIdx.x;
-      if (run >= runs) break;
-      const Spot spot = spot_of(run);
-      const TensorScale t = scale_of(spot);
-      const Choice c = choose_scale<R, In>(x[k], t, table, tile, 0);
-      if (c.chosen) store_row<R, In, kAligned>(a, spot, x[k], c, t);
-      left |= static_cast<u32>(!c.chosen) << k;
-    }
-#pragma unroll 1
-    for (u32 k = 0; left >> k; ++k) {
-      const Spot spot = spot_of(start + k * kTileThreads + threadIdx.x);
-      if (left >> k & 1u) quantize_any<R, In, kAligned>(a, spot, true, scale_of(spot), tile, 0, 0);
+  const auto scale_of = [&](Spot s) {
+    return kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, s.row, s.block, blocks);
+  };
+  for (u32 run = grid.block * kTileThreads + threadIdx.x; run < runs; run += grid.blocks * kTileThreads) {
+    const Spot spot = spot_of(run);
+    const TensorScale t = scale_of(spot);
+    const Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
+    const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
+    if (c.chosen) {
+      store_row<R, In, kAligned>(a, spot, x, c, t);
+    } else {
+      quantize_any<R, In, kAligned>(a, spot, true, t, tile, 0, 0);
     }
   }
 }
@@ -258,6 +247,6 @@ FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kTileThreads) quantize_tile_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kTileThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
   quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

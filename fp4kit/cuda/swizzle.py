@@ -29,5 +29,5 @@ def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, i
     device = out.device.id
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     call = _function(layout, target, quads, device)
-    blocks = -(-out.size // (THREADS * (64 if quads else 4)))
+    blocks = -(-max(scales.size, out.size) // (THREADS * (64 if quads else 4)))
     call((grid(blocks, device, UNLIMITED),), (THREADS,), (np.array([(scales.data.ptr, out.data.ptr, *shape)], _ARGUMENTS),))

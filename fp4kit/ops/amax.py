@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.ops import check, on_device
+from fp4kit.ops import amax_on_device, check, on_device
 from fp4kit.ops.prepare import import_arrays, prepare, stack
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
@@ -53,7 +53,7 @@ def _plain_amax(x: Any, axis: Any) -> np.ndarray:
     (x,) = import_arrays("amax", x=x)
     check.check_float("amax", x)
     if not isinstance(x, np.ndarray):
-        return on_device.plain_amax(x, axis)
+        return amax_on_device.plain_amax(x, axis)
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
     chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)

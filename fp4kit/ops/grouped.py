@@ -9,6 +9,7 @@ import numpy as np
 from fp4kit.cuda import loader
 from fp4kit.ops import check, on_device
 from fp4kit.ops.amax import amax as single_amax
+from fp4kit.ops.amax_on_device import reduced_rows
 from fp4kit.ops.fake_quantize import fake_quantize_backward, prepare_backward
 from fp4kit.ops.grouped_clip import ClipGroup
 from fp4kit.ops.grouped_on_device import AmaxRows
@@ -38,7 +39,7 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
         p = prepare("amax_grouped", x, recipe, -1 if axis is None else axis)
         return on_device.amax_rows(p, loader.cupy().ascontiguousarray(p.moved))
     check.check_float("amax_grouped", x)
-    rows, shape = on_device.reduced_rows(x, axis)
+    rows, shape = reduced_rows(x, axis)
     return (rows, "all", axis is not None), shape
 
 

@@ -88,26 +88,6 @@ def check_block_amax(op: str, p: Prepared) -> None:
         raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
 
 
-def plain_amax(x: Any, axis: Any) -> Any:
-    """ops.amax without a recipe."""
-    with loader.making_current(x.device.id):
-        rows, shape = reduced_rows(x, axis)
-        return launch.amax(rows, by_row=axis is not None).reshape(shape)
-
-
-def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the result."""
-    cupy = loader.cupy()
-    if axis is None:
-        return cupy.ascontiguousarray(x), ()
-    axes = tuple(range(x.ndim))
-    reduced = tuple(axes[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
-    kept = tuple(a for a in axes if a not in reduced)
-    shape = tuple(x.shape[a] for a in kept)
-    n = int(np.prod(shape))
-    return cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(n, int(np.prod([x.shape[a] for a in reduced]))), shape
-
-
 def amax(p: Prepared) -> Any:
     """ops.amax of a recipe's blocks."""
     cupy = loader.cupy()

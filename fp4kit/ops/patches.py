@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.cuda.quantize_patch import SIDE, Side, quantize_patch, supports
+from fp4kit.cuda.quantize_patch import SPAN_BYTES, Side, quantize_patch, supports
 from fp4kit.ops.prepare import Prepared
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -13,7 +13,7 @@ from fp4kit.recipes import Recipe
 def in_place(p: Prepared, random: Any, mask: int | None) -> bool:
     """Whether the last two axes of x can be quantized either way without moving one."""
     plain = random is None and mask is None and p.others.get("block_amax") is None
-    unit = p.recipe.block_size if p.recipe.block_rows > 1 else SIDE
+    unit = p.recipe.block_size if p.recipe.block_rows > 1 else SPAN_BYTES // p.x.dtype.itemsize
     return plain and supports(p.recipe) and p.x.ndim > 1 and p.x.shape[-1] % unit == 0
 
 

@@ -1,1 +1,1 @@
-"""Training with FP4: primary weights cast from shards of their master weights."""
+"""Training with FP4: primary weights from shards, settings of fake quantization, amax state."""

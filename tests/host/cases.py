@@ -13,6 +13,7 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cuda import launch
+from fp4kit.cuda.amax_columns import amax_columns
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -133,7 +134,7 @@ class Guards(Quantize):
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Matrices (32, 160) of blocks far apart: of one magnitude, of few, of zeros, of tiny and large values; then all of it large, tiny, with NaN."""
+    """Matrices (32, 160) of blocks far apart, of one magnitude, few, zeros, large and tiny ones; larger, smaller, with NaN."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
     x[:, 1] = rng.choice([-1.0, 0.0, 1.0], (32, 16))  # one magnitude: the same error under both scales
@@ -223,7 +224,7 @@ class Amax:
         return f"{self.dtype}-{self.counted}{'-by_row' * self.by_row}{'-hadamard' * (self.mask is not None)}"
 
     def run(self) -> Iterator[Result]:
-        for shape in ((3, 37), (1, 1), (2, 4099)) if self.mask is None else ((28, 256), (1, 16)):
+        for shape in self.shapes():
             x = np.resize(adversarial_blocks(self.dtype)[::-1], shape)
             for place, value, misalignment in ((None, 0, 0), (x.size // 2, np.inf, self.dtype.itemsize), (-1, np.nan, 0)):
                 if place is not None:
@@ -231,9 +232,35 @@ class Amax:
                 actual = launch.amax(DeviceArray(x, misalignment), self.counted, self.by_row, self.mask)
                 yield f"amax of {shape} with {value}", actual.array, self.expected(x)
 
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """Matrices; rows of both kinds: long ones, and short ones of one element up, more of them than a warp takes at once."""
+        if self.mask is not None:
+            return (28, 256), (1, 16), (131, 48), (2, 1040)
+        short = ((700, 1), (301, 3), (131, 16), (67, 32), (130, 48), (5, 100), (3, 1024), (2, 1040))
+        return ((3, 37), (1, 1), (2, 4099), *(short if self.by_row else ()))
+
     def expected(self, x: np.ndarray) -> np.ndarray:
         a = np.abs(x if self.mask is None else hadamard_blocks(x, self.mask)).astype(np.float32)
         axis = -1 if self.by_row else None
         if self.counted != "all":
             a = np.where(np.isfinite(a) if self.counted == "finite" else ~np.isnan(a), a, np.float32(0))
         return np.max(a, axis=axis)
+
+
+@dataclass(frozen=True)
+class AmaxColumns:
+    """Instantiations of the kernel of the amax of columns."""
+
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return str(self.dtype)
+
+    def run(self) -> Iterator[Result]:
+        for shape in ((1, 1, 1), (1, 1, 520), (2, 300, 37), (3, 150, 264), (1, 5000, 8), (1, 700, 1), (2, 0, 3), (0, 3, 3)):
+            x = np.resize(adversarial_blocks(self.dtype)[::-1], shape)
+            for place, value, misalignment in ((None, 0, 0), (x.size // 2, -np.inf, self.dtype.itemsize), (-1, np.nan, 0)):
+                if place is not None and x.size:
+                    x.reshape(-1)[place] = value
+                expected = np.max(np.abs(x).astype(np.float32), axis=1, initial=0)
+                yield f"amax of columns of {shape} with {value}", amax_columns(DeviceArray(x, misalignment)).array, expected

@@ -45,7 +45,7 @@ class Patch:
 
     def matrices(self) -> Iterator[np.ndarray]:
         size = self.recipe.block_size
-        yield ordinary(7, (5 * size, {1: 312, 16: 304, 32: 320}[self.recipe.block_rows]), self.dtype)
+        yield ordinary(7, (5 * size, 304 if self.recipe.block_rows < 32 else 320), self.dtype)
         yield matrix("adversarial", self.dtype, self.recipe)[: 3 * size, :176 if self.recipe.block_rows < 32 else 192]
         x = ordinary(8, (size, 48 if self.recipe.block_rows < 32 else 64), self.dtype)
         places = np.random.default_rng(1).permutation(x.size)[: x.size // 60]
