@@ -81,7 +81,8 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
   const u32 row_runs = static_cast<u32>(a.columns / kRun), runs = static_cast<u32>(a.rows) * row_runs;
   const float whole_amax = R::kTensorScaling == TensorScaling::tensor ? a.tensor_amax[0] : 1.0f;
   make_scale_table<R>(table, whole_amax);
-  for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
+  for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
+    const u32 start = static_cast<u32>(from);
     Run<In, kRun> x[kFakeUnroll];
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll; ++k) {
@@ -112,7 +113,8 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
   constexpr bool kByRow = R::kTensorScaling == TensorScaling::row;
   const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
   FakeScale s = kByRow ? FakeScale{} : fake_scale<R, In>(1.0f, a.tensor_amax[0], nullptr);
-  for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
+  for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
+    const u32 start = static_cast<u32>(from);
     Run<In, kRun> x[kFakeUnroll];
     u32 rows[kFakeUnroll], columns[kFakeUnroll];  // of the run, counted in runs
 #pragma unroll

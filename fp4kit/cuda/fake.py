@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, grid
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, check_count, grid
 from fp4kit.cuda.launch import LAUNCHES, QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
@@ -35,6 +35,7 @@ def _function(r: Recipe, dtype: np.dtype, whole: bool, device: int) -> Any:
 def fake_launch(r: Recipe, dtype: np.dtype, shape: tuple[int, int], whole: bool, device: int) -> Launch:
     """What fake-quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and 0."""
     rows, columns = rows_and_columns(shape, r)
+    check_count(rows * columns)
     work = rows * -(-columns * dtype.itemsize // THREAD_BYTES)
     return Launch(_function(r, dtype, whole, device), grid(-(-work // THREADS), device, UNLIMITED), QUANTIZE, rows, columns)
 

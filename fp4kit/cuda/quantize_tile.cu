@@ -6,7 +6,11 @@
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 constexpr int kTilesPerMultiprocessor = 5;  // the long way would take registers for 4
+#else
+constexpr int kTilesPerMultiprocessor = 4;  // sm_75 has threads for 4
+#endif
 
 template <class R>
 struct Tile {

@@ -41,12 +41,3 @@ struct Grid {
 FP4KIT_DEVICE Grid whole_grid() { return {static_cast<i64>(blockIdx.x), static_cast<i64>(gridDim.x)}; }
 FP4KIT_DEVICE i64 first_item(Grid g) { return g.block * blockDim.x + threadIdx.x; }
 FP4KIT_DEVICE i64 item_stride(Grid g) { return g.blocks * blockDim.x; }
-
-// Work in `count` steps, cut into a stretch of neighbouring ones for each thread block: they read and write near what they did before.
-struct Stretch {
-  u32 first, end;
-};
-FP4KIT_DEVICE Stretch stretch_of(Grid g, u32 count) {
-  const u32 each = (count + static_cast<u32>(g.blocks) - 1u) / static_cast<u32>(g.blocks), first = static_cast<u32>(g.block) * each;
-  return {first, minimum(first + each, count)};
-}
