@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import peers
 from bench_quantize import prepared, traffic
 from measure import BF16, Bench, main
 from rows import element_bytes, quantized_bytes
@@ -19,11 +18,10 @@ def run(bench: Bench) -> None:
     """quantize into `out`, and dequantize, of a 64 x 4096 bfloat16 array."""
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
-    others = peers.copy(bench, x, y)
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         q, call = prepared(x, recipe)
         moved = traffic(recipe, x)
-        bench.row("quantize, 64 x 4096", recipe, x, moved, call, kind="host", target_us=HOST_US, peers=others)
+        bench.row("quantize, 64 x 4096", recipe, x, moved, call, kind="host", target_us=HOST_US)
         bench.row("quantize, 64 x 4096", recipe, x, moved, call, kind="graph")
         decoded = quantized_bytes(recipe) | element_bytes(values=BF16)
         for kind in ("host", "graph"):

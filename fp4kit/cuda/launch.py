@@ -120,9 +120,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 
 
 @lru_cache(LAUNCHES)
-def dequantize_launch(
-    r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
-) -> Launch:
+def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int) -> Launch:
     """What dequantizes a matrix of a shape; called with the addresses of packed, scales, values and tensor_amax."""
     rows, columns = shape
     check_count(rows * columns)

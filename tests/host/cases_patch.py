@@ -46,7 +46,7 @@ class Patch:
     def matrices(self) -> Iterator[np.ndarray]:
         size = self.recipe.block_size
         yield ordinary(7, (5 * size, 304 if self.recipe.block_rows < 32 else 320), self.dtype)
-        yield matrix("adversarial", self.dtype, self.recipe)[: 3 * size, :176 if self.recipe.block_rows < 32 else 192]
+        yield matrix("adversarial", self.dtype, self.recipe)[: 3 * size, : 176 if self.recipe.block_rows < 32 else 192]
         x = ordinary(8, (size, 48 if self.recipe.block_rows < 32 else 64), self.dtype)
         places = np.random.default_rng(1).permutation(x.size)[: x.size // 60]
         x.reshape(-1)[places] = np.resize(np.array([np.inf, np.nan, -np.inf, -np.nan], self.dtype), len(places))
