@@ -38,6 +38,7 @@ SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_retu
 BATCH = 32  # instantiations of one program: a header costs as much as ten of them
 MORE_BLOCKS = 3  # than there is work, in one of the launches
 IN_ARGUMENTS = 2**32 - 1
+SEEN_BY_SANITIZERS = ("buffer-overflow", "misaligned address")
 MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
 PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
 
@@ -276,6 +277,18 @@ class Host:
         assert results
         for name, actual, expected in results:
             assert_same_bits(_unify_nan(actual), _unify_nan(expected), name)
+
+    def check_mutation(self, folder: Path, file: str, text: str, changed: str, case: Any, seen: str) -> None:
+        """A copy of the sources, in which `text` of one file is `changed`, fails the case with what `seen` matches."""
+        if seen in SEEN_BY_SANITIZERS and not self.compiler.sanitizes:
+            pytest.skip("the C++ compiler has no sanitizers")
+        sources = folder / "cuda"
+        shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+        original = (sources / file).read_text()
+        assert text in original, f"{file} has no {text!r} any more; choose another line to change"
+        (sources / file).write_text(original.replace(text, changed))
+        with Host(folder, self.compiler, sources) as mutant, pytest.raises(AssertionError, match=seen):
+            mutant.check(case)
 
     def __enter__(self) -> Host:
         return self
