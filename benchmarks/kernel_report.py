@@ -62,6 +62,12 @@ def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
     return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
+def patch_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
+    """The kernel that quantizes along columns, both ways, and square blocks."""
+    source = instantiation("quantize_patch", recipe_struct(r), Input=TYPES[dtype], kAligned=True)
+    return Kernel("quantize_patch_kernel", r.id, str(dtype), "", source)
+
+
 def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
     """The kernel of the amax of a tensor."""
     transform = f"struct Transform {{ static constexpr bool kHadamard = {str(hadamard).lower()}; "
@@ -75,6 +81,8 @@ def kernels() -> Iterator[Kernel]:
     for r in RECIPES.values():
         if not r.fake_only:
             yield quantize_kernel(r, BF16)
+    for id in ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "mxfp8-te-2d"):
+        yield from (patch_kernel(RECIPES[id], dtype) for dtype in (BF16, F32))
     for id in OTHER_INPUTS:
         yield from (quantize_kernel(RECIPES[id], dtype) for dtype in (F32, F16))
         yield quantize_kernel(RECIPES[id], BF16, aligned=False)
