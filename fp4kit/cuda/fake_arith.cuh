@@ -9,13 +9,6 @@ struct FakeScale {
   float encode, decode;
 };
 
-// a / divisor, rn, where the quotient is far from overflow and underflow; reciprocal = 1 / divisor, rn (Markstein). Seen to be so
-// for all 2^23 significands of divisors: at ties of E2M1 and of integers up to 7, beside them, and for integers up to 128.
-FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
-  const float near = a * reciprocal;
-  return fma_rn(fma_rn(-near, divisor, a), reciprocal, near);
-}
-
 FP4KIT_DEVICE bool is_moderate(float x) { return x > 8.271806e-25f && x < 1.2089258e24f; }  // 2^-80, 2^80
 
 // 1 / divisor where quotient_by may use it, else NaN.

@@ -22,19 +22,12 @@ struct ShortWay {
   static constexpr bool kRounding = R::kStochastic ? !R::kFake : R::kRounding == Rounding::rn || kShrink;
   // -0 that rounding to float16 made is not told from what was one before.
   static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
-  static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient
+  static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
                                  !R::kFake && !R::kStochastic;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
-
-// x / d from d's rounded reciprocal, where no step leaves the normal range: on the same side of every E2M1 midpoint as the quotient
-// rounded once, or on the midpoint where that is (checked for all 2^23 mantissas of d and every x within 8 ulp of d times a midpoint).
-FP4KIT_DEVICE float quotient(float x, float d, float reciprocal) {
-  const float q = x * reciprocal;
-  return fma_rn(fma_rn(-d, q, x), reciprocal, q);
-}
 
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, TensorScale t) {
@@ -73,7 +66,7 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   if constexpr (R::kFlush) {
     y = mul_ftz(x, f.by);
   } else if constexpr (R::kDivide) {
-    y = quotient(x, f.by, f.reciprocal);
+    y = quotient_by(x, f.by, f.reciprocal);
   } else {
     y = x * (ShortWay<R, In>::kShrink ? f.by * (1.0f - 0x1p-20f) : f.by);
   }

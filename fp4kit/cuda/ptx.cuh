@@ -180,6 +180,16 @@ FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 
 // a * b + c of pairs of 16-bit floats, rounded once; subnormals are kept. The twin of bfloat16 rounds twice where double and float32
 // both round, which no use of it here can reach: products and sums have at most 24 bits, or lie far from ties.
+template <float (*kWiden)(u16), u16 (*kNarrow)(float)>
+FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
+  u32 y = 0u;
+  for (int half = 0; half < 32; half += 16) {
+    const double product = static_cast<double>(kWiden(static_cast<u16>(a >> half))) * kWiden(static_cast<u16>(b >> half));
+    y |= static_cast<u32>(kNarrow(static_cast<float>(product + kWiden(static_cast<u16>(c >> half))))) << half;
+  }
+  return y;
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #define FP4KIT_FAST_BF16X2 1
 #else
@@ -191,13 +201,7 @@ FP4KIT_DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 #else
-  u32 y = 0u;
-  for (int half = 0; half < 32; half += 16) {
-    const double exact = static_cast<double>(widen_bf16(static_cast<u16>(a >> half))) * widen_bf16(static_cast<u16>(b >> half)) +
-                         widen_bf16(static_cast<u16>(c >> half));
-    y |= static_cast<u32>(narrow_bf16(static_cast<float>(exact))) << half;
-  }
-  return y;
+  return fma_of_halves<widen_bf16, narrow_bf16>(a, b, c);
 #endif
 }
 
@@ -207,13 +211,7 @@ FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 #else
-  u32 y = 0u;
-  for (int half = 0; half < 32; half += 16) {
-    const double exact = static_cast<double>(widen_f16(static_cast<u16>(a >> half))) * widen_f16(static_cast<u16>(b >> half)) +
-                         widen_f16(static_cast<u16>(c >> half));
-    y |= static_cast<u32>(narrow_f16(static_cast<float>(exact))) << half;
-  }
-  return y;
+  return fma_of_halves<widen_f16, narrow_f16>(a, b, c);
 #endif
 }
 

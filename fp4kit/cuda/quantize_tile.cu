@@ -123,7 +123,7 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
   if (R::kBlockRows > 1 && threadIdx.x == 0) tile.is_long = false;  // all have looked at that of the tile before
   u32 six_code, four_code;
-  scales_of<R>(quotient(amax[0], 6.0f, kInv6), t, six_code, four_code);  // exact but near subnormals, which have no near scale
+  scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code, four_code);  // exact but near subnormals, which have no near scale
   const NearScale six = has_one_scale<R>() ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
   const NearScale four = has_one_scale<R>() ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
   float errors[2];
