@@ -24,8 +24,9 @@ FP4KIT_DEVICE u32 nibble_signs_of_pairs(const u32* pairs) {
 //   as 2 and 4 are even so are even codes.
 template <bool kClamp>
 FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
-  const float code = fminf(fminf(fma_rn(a, 2.0f, 8388608.0f), a + 8388610.0f), fma_rn(a, 0.5f, 8388612.0f));
-  return bits_of(kClamp ? fminf(code, 8388615.0f) : code);
+  const u32 low = minimum(bits_of(fma_rn(a, 2.0f, 8388608.0f)), bits_of(a + 8388610.0f));
+  const u32 code = minimum(low, bits_of(fma_rn(a, 0.5f, 8388612.0f)));
+  return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
 // Word of the E2M1 codes of eight magnitudes and their signs at bits 4 i + 3.
