@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from below_target import REASONS, Reason, reason_of
 from rows import Row
 
 from fp4kit.tables import markdown as table
@@ -58,7 +59,7 @@ def markdown(record: Record) -> str:
     """The run as a Markdown page."""
     rows = rows_of(record)
     missed = sum(row.met is False for row in rows)
-    slower = [f"{row.operation} {row.recipe} {row.dtype}" for row in rows if any(r < 1 for r in row.ratios.values())]
+    slower = [f"{row.operation} {row.recipe} {row.dtype}" for row in rows if row.faster]
     lines = [
         f"# {record['device']}",
         "",
@@ -67,14 +68,36 @@ def markdown(record: Record) -> str:
         f"Medians of {record['repeat']} timings, n elements; spread is the largest minus the smallest.",
         "Efficiency is the time of a copy that moves as many bytes, in the same run, over the time.",
         f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met, {missed} missed. "
-        f"A peer is faster in: {'; '.join(slower) or 'no row'}.",
+        f"A peer is faster, by more than the spread, in: {'; '.join(slower) or 'no row'}.",
         *(f"Not measured: {name}: {why}." for name, why in record.get("errors", {}).items()),
         "",
         f"![efficiency and speed-up]({slug(record)}.svg)",
         "",
         table(COLUMNS, [cells(row) for row in rows]),
+        *below_target(rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def below_target(rows: Iterable[Row], reasons: Sequence[Reason] = REASONS) -> list[str]:
+    """Lines of Markdown: the rows that miss their target, why, and what else was tried."""
+    found: dict[Reason | None, list[Row]] = {}
+    for row in rows:
+        if row.met is False:
+            found.setdefault(reason_of(row, reasons), []).append(row)
+    lines = ["", "## Below target"] if found else []
+    for reason, missed in found.items():
+        names = "; ".join(f"{row.operation}, {row.recipe} {SHORT.get(row.dtype, row.dtype)}: {_shortfall(row)}" for row in missed)
+        why = "No reason is known." if reason is None else reason.why
+        tried = () if reason is None else reason.tried
+        lines += ["", f"**{names}.** {why}", *(["", *(f"- tried: {text}" for text in tried)] if tried else [])]
+    return lines
+
+
+def _shortfall(row: Row) -> str:
+    if row.beside is not None:
+        return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
+    return f"{row.us:.1f} us, not {row.target_us:g}" if row.efficiency is None else f"{row.efficiency:.3f}, not {row.target:.2f}"
 
 
 def slug(record: Record) -> str:

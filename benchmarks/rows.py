@@ -63,6 +63,11 @@ class Row:
         return {name: us / self.us for name, us in self.peers.items()}
 
     @property
+    def faster(self) -> list[str]:
+        """Peers that take less time, by more than this row's spread."""
+        return [name for name, us in self.peers.items() if us + self.spread < self.us]
+
+    @property
     def met(self) -> bool | None:
         """Whether every target is reached; None without one."""
         found = []

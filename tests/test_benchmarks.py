@@ -17,6 +17,7 @@ import fp4kit
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
+import below_target  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
@@ -184,8 +185,26 @@ def test_table_counts_misses_and_names_faster_peers():
     found = [a_row(target=0.95), a_row(recipe="mxfp8-te", target=0.9, peers={"torchao": 5.0}), a_row(kind="host", copy_us=None)]
     text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
     assert "1 of 2 targets met, 1 missed" in text and "0.95 (missed)" in text
-    assert "A peer is faster in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
+    assert "A peer is faster, by more than the spread, in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
     assert "Not measured: amax: AssertionError: wrong." in text and "quantize (host time)" in text
+
+
+def test_a_peer_is_faster_beyond_the_spread():
+    row = a_row(us=10.0, spread=1.0, peers={"much": 8.9, "within": 9.1, "slower": 11.0})
+    assert row.faster == ["much"]
+
+
+def test_misses_stand_below_the_table_with_their_reasons():
+    reason = below_target.Reason("quantize*", ("mxfp8-*",), ("bfloat16",), "It waits.", ("half: 0.5", "twice: 0.6"))
+    beside = rows.Beside("linear", 9.6, 1.03)
+    found = [a_row(), a_row(target=0.95), a_row(recipe="mxfp8-te", beside=beside), a_row(recipe="mxfp8-te", target=0.9)]
+    assert report.below_target(found, [reason]) == [
+        *("", "## Below target"),
+        *("", "**quantize, mxfp4-ocp bf16: 0.900, not 0.95.** No reason is known."),
+        *("", "**quantize, mxfp8-te bf16: 1.042 of linear, not 1.03.** It waits."),
+        *("", "- tried: half: 0.5", "- tried: twice: 0.6"),
+    ]
+    assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
 
 
 def test_plot_is_the_same_each_time(tmp_path):
