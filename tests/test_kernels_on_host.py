@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Guards, Quantize
+from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Guards, Quantize, WithAmaxOut
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES, Recipe
@@ -38,6 +38,7 @@ RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quant
 TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
 TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]
 CALIBRATED = [Quantize(r, block_amax=True) for r in WITH_CODES if r.static]
+AMAX_OUT = [WithAmaxOut(RECIPES[id]) for id in ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mse-448", "fp8-modelopt")]
 FOUR_OVER_SIX = ("te-4over6-mse-448", "te-4over6-mae-256-2d", "te-4over6-mse-256-fasterr", "flashinfer-4over6-mae-448")
 GUARDS = [Guards(RECIPES[f"nvfp4-{id}"], dtype) for id, dtype in zip(FOUR_OVER_SIX, (BF16, F32, F16, BF16), strict=True)]
 GUARDS += [Guards(replace(GUARDS[0].recipe, id="4over6-rows", tensor_scaling="row")), Guards(GUARDS[3].recipe, F32, fake=True)]
@@ -53,7 +54,7 @@ AMAX += [Amax(dtype, mask=TE_SIGN_MASK) for dtype in (F32, F16, BF16)] + [Amax(B
 AMAX += [AmaxColumns(dtype) for dtype in (F32, F16, BF16)]
 
 
-@pytest.mark.parametrize("case", QUANTIZE + LAYOUTS + RANDOM + TRANSFORMED + CALIBRATED, ids=str)
+@pytest.mark.parametrize("case", QUANTIZE + LAYOUTS + RANDOM + TRANSFORMED + CALIBRATED + AMAX_OUT, ids=str)
 def test_quantize(host, case):
     host.check(case)
 

@@ -31,9 +31,6 @@ class Memory:
     def memset_async(self, value, size):
         self._log.append(("memset", self.ptr, size))
 
-    def copy_from_device_async(self, source, size):
-        self._log.append(("copy", source.ptr, self.ptr, size))
-
 
 class Array:
     """cupy.ndarray of host memory, which begins `offset` bytes after a multiple of 16."""
@@ -127,12 +124,26 @@ def forbid(monkeypatch):
 @pytest.mark.parametrize(("recipe", "given"), [("mxfp4-ocp", False), ("nvfp4-te", True), ("nvfp4-flashinfer", True)])
 def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, recipe, given, layout):
     x, out = Array((64, 256), BF16), result(recipe, layout=layout)
-    options = {"out": out, "scale_layout": layout} | ({"tensor_amax": Array(())} if given else {})
-    call = lambda: fp4kit.quantize(x, recipe, **options)  # noqa: E731
+    amax = Array(()) if given else None
+    call = lambda: fp4kit.quantize(x, recipe, tensor_amax=amax, scale_layout=layout, out=out)  # noqa: E731
     first, q = logged(gpu, call)
     assert q is out and len(first) == 1 + given
     forbid(monkeypatch)
-    assert logged(gpu, call) == (first, out)
+    second, q = logged(gpu, call)
+    assert q is out and amax_out(second[0]) == (out.tensor_amax.data.ptr if given else 0)
+    copies = [("copy", amax.data.ptr, out.tensor_amax.data.ptr, 4)] if given else []
+    assert [*(with_amax_out(line, 0) for line in second), *copies] == first
+
+
+def amax_out(line):
+    """Where a launch of quantize copies the amax to; 0 for nowhere."""
+    return int(np.frombuffer(line[4], launch.QUANTIZE)["amax_out"][0])
+
+
+def with_amax_out(line, address):
+    arguments = np.frombuffer(line[4], launch.QUANTIZE).copy()
+    arguments["amax_out"] = address
+    return (*line[:4], arguments.tobytes())
 
 
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
@@ -174,7 +185,7 @@ def test_an_amax_that_is_that_of_out_is_not_copied(gpu):
     x, out = Array((64, 256), BF16), result("nvfp4-te")
     for expected in (["quantize_kernel", "copy"], ["quantize_kernel"]):
         lines, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
-        assert [line[0] for line in lines] == expected
+        assert [line[0] for line in lines] == expected and amax_out(lines[0]) == 0
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])

@@ -21,7 +21,7 @@ LAUNCHES = 1024  # prepared ones that are kept, of each kind: they depend on the
 WHOLE = 1 << 16  # thread blocks a multiprocessor: no thread has to loop
 THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
 _POINTER = "u8"
-QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random")
+QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out")
 QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
 _DEQUANTIZE = np.dtype(
     [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [("rows", "i8"), ("columns", "i8")]
@@ -110,7 +110,7 @@ def quantize_matrix(
     stochastic = seed is not None or random is not None
     fake, device = values is not None, x.device.id
     launch = quantize_launch(r, x.dtype, x.shape, whole, layout, device, fake=fake, stochastic=stochastic, mask=mask)
-    launch(*map(address, (x, packed, scales, values, amax, tensor_scale, block_amax, random)), seed or 0)
+    launch(*map(address, (x, packed, scales, values, amax, tensor_scale, block_amax, random)), 0, seed or 0)
 
 
 @cache

@@ -55,7 +55,7 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, Place place, u32 code, Tenso
     a.tensor_scale[place.block] = t.decode;
   } else if constexpr (R::kTensorScaling != TensorScaling::none) {
     const bool owner = place.block == 0u && (R::kTensorScaling == TensorScaling::row || place.row == 0u);
-    if (owner && a.tensor_scale) a.tensor_scale[place.row] = t.decode;
+    if (owner && a.tensor_scale) store_tensor_scale(a, place.row, t);
   }
 }
 

@@ -16,9 +16,16 @@ struct Arguments {
   float* tensor_scale;       // the decode scales, same count (null for fake_quantize)
   const float* block_amax;   // calibrated amaxes of all blocks (null: from x)
   const u8* random;          // random bytes of all elements (null: from the seed)
+  float* amax_out;           // where tensor_amax is copied to (null: nowhere)
   u64 seed;
   i64 rows, columns;
 };
+
+// What is written once for tensor scale number i.
+FP4KIT_DEVICE void store_tensor_scale(const Arguments& a, i64 i, TensorScale t) {
+  a.tensor_scale[i] = t.decode;
+  if (a.amax_out) a.amax_out[i] = a.tensor_amax[i];
+}
 
 // Random byte of element i of the run that begins at element `first` of the array, a multiple of the run's length.
 template <class R, int kRun>

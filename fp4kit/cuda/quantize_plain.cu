@@ -77,7 +77,8 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
       } else {
         quantize_elements<R, In>(a, firsts[k], counts[k], f, t);
       }
-      if (a.tensor_scale && firsts[k] == rows[k] * a.columns && (kRows || rows[k] == 0u)) a.tensor_scale[rows[k]] = t.decode;
+      const bool owner = !R::kFake && firsts[k] == rows[k] * a.columns && (kRows || rows[k] == 0u);
+      if (owner && a.tensor_scale) store_tensor_scale(a, rows[k], t);
     }
   }
 }

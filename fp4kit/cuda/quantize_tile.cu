@@ -105,7 +105,7 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, Spot spot, u32 code, TensorS
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = code;
   const bool owner = spot.block == 0 && (R::kTensorScaling == TensorScaling::row || spot.row == 0);
   if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
-    a.tensor_scale[R::kTensorScaling == TensorScaling::row ? spot.row : 0] = t.decode;
+    store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? spot.row : 0, t);
 }
 
 // The scale that the short way chooses for a block, if it can: `chosen` is false otherwise.

@@ -98,9 +98,10 @@ class QuantizeCall:
             _find_amax(self.amax, at, amax.data)
         if out is None:
             out = self.allocate(None if amax is None else amax.reshape(()))
-        self.quantize(at, out.packed.data.ptr, address(out.block_scale), 0, address(amax), address(out.tensor_scale), 0, 0, 0)
-        if amax is not None and amax.data.ptr != out.tensor_amax.data.ptr:
-            out.tensor_amax.data.copy_from_device_async(amax.data, amax.nbytes)
+        scales, decode = address(out.block_scale), address(out.tensor_scale)
+        amax_at, target = address(amax), address(out.tensor_amax)
+        copy = 0 if target == amax_at else target  # by the kernel: a copy costs as much of the host's time as a launch
+        self.quantize(at, out.packed.data.ptr, scales, 0, amax_at, decode, 0, 0, copy, 0)
         return out
 
 
@@ -138,7 +139,7 @@ class FakeQuantizeCall:
         if self.amax is not None:
             given = _new_amax()
             _find_amax(self.amax, at, given.data)
-        self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0)
+        self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0, 0)
         return values
 
 

@@ -14,6 +14,7 @@ from inputs import BF16, ordinary
 import fp4kit
 from fp4kit.cuda import launch
 from fp4kit.cuda.amax_columns import amax_columns
+from fp4kit.cuda.geometry import address
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -120,6 +121,25 @@ class Quantize:
         for name, actual, expected in (("scales", scales, q.block_scale), ("tensor_scale", decode_scale, q.tensor_scale)):
             if actual is not None:
                 yield name, actual.array, expected
+
+
+@dataclass(frozen=True)
+class WithAmaxOut(Quantize):
+    """A launch as prepared calls make it: the kernel copies tensor_amax too."""
+
+    def run(self) -> Iterator[Result]:
+        x = matrix("row", self.dtype, self.recipe)
+        q = fp4kit.quantize(x, self.recipe)
+        arrays = {"x": DeviceArray(x), "tensor_amax": device(q.tensor_amax)}
+        for name, a in (("packed", q.packed), ("scales", q.block_scale)):
+            if a is not None:
+                arrays[name] = DeviceArray.output(a.shape, a.dtype)
+        arrays |= {name: copies(q.tensor_amax) for name in ("tensor_scale", "amax_out")}
+        call = launch.quantize_launch(self.recipe, x.dtype, x.shape, True, "linear", 0)
+        call(*(address(arrays.get(name)) for name in launch.QUANTIZE_POINTERS), 0)
+        yield "packed", arrays["packed"].array, q.packed
+        yield "tensor_scale", arrays["tensor_scale"].array, q.tensor_scale
+        yield "tensor_amax", arrays["amax_out"].array, q.tensor_amax
 
 
 @dataclass(frozen=True)
