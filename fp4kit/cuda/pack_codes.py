@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, UNLIMITED, aligned, grid
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("bytes", "i8")])
@@ -25,18 +26,22 @@ def _function(kernel: str, whole: bool, device: int) -> Any:
     return loader.function(source(whole), kernel, device)
 
 
-def _launch(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
-    device = out.device.id
-    call = _function(kernel, aligned(given, 16) and aligned(out, 16), device)
+@lru_cache(LAUNCHES)
+def _launch(kernel: str, whole: bool, packed_bytes: int, device: int) -> Launch:
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
-    call((grid(blocks, device, UNLIMITED),), (THREADS,), (np.array([(given.data.ptr, out.data.ptr, packed_bytes)], _ARGUMENTS),))
+    return Launch(_function(kernel, whole, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
+
+
+def _run(kernel: str, given: Any, out: Any, packed_bytes: int) -> None:
+    launch = _launch(kernel, aligned(given, 16) and aligned(out, 16), packed_bytes, out.device.id)
+    launch(given.data.ptr, out.data.ptr)
 
 
 def pack(codes: Any, packed: Any) -> None:
     """Contiguous codes, one a byte, into packed, two a byte. The high nibble of a code is not looked at."""
-    _launch("pack_codes_kernel", codes, packed, packed.size)
+    _run("pack_codes_kernel", codes, packed, packed.size)
 
 
 def unpack(packed: Any, codes: Any) -> None:
     """Contiguous packed codes, two a byte, into codes, one a byte."""
-    _launch("unpack_codes_kernel", packed, codes, packed.size)
+    _run("unpack_codes_kernel", packed, codes, packed.size)

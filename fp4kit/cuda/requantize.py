@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, address, grid
+from fp4kit.cuda.geometry import THREADS, Launch, address, grid
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
@@ -22,6 +23,14 @@ _CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("count", "i8"
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
     return loader.function(source, kernel, device)
+
+
+@lru_cache(LAUNCHES)
+def _keep_launch(
+    kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
+) -> Launch:
+    function = _keep_function(kernel, target, dtype, unsigned_zero, device)
+    return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
 def keep_codes(
@@ -39,20 +48,23 @@ def keep_codes(
 
     source, source_scales: contiguous codes and linear E8M0 scales of r, aligned to 8 bytes. dtype: of what was quantized.
     """
-    device = source.device.id
     extent = loader.cupy().zeros(3, np.uint32)
     arrays = (source, source_scales, extent, packed, scales, tensor_scale, tensor_amax)
-    arguments = np.array([(*map(address, arrays), source_scales.size, r.block_size)], _KEEP)
+    unsigned_zero = r.decode_rule == "e8m0_flashinfer_host"
     for kernel in ("exponents_kernel", "keep_kernel"):
-        call = _keep_function(kernel, target, dtype, r.decode_rule == "e8m0_flashinfer_host", device)
-        call((grid(-(-source_scales.size // THREADS), device),), (THREADS,), (arguments,))
+        launch = _keep_launch(kernel, target, dtype, unsigned_zero, source_scales.size, r.block_size, source.device.id)
+        launch(*map(address, arrays))
+
+
+@lru_cache(LAUNCHES)
+def _changed_launch(count: int, device: int) -> Launch:
+    function = loader.function(instantiation("requantize_changed"), "changed_kernel", device)
+    return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 
 def count_changed(x: Any, y: Any) -> Any:
     """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their device."""
     changed = loader.cupy().zeros((), np.int64)
     if x.size:
-        call = loader.function(instantiation("requantize_changed"), "changed_kernel", x.device.id)
-        arguments = np.array([(*map(address, (x, y, changed)), x.size)], _CHANGED)
-        call((grid(-(-x.size // (4 * THREADS)), x.device.id),), (THREADS,), (arguments,))
+        _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed)))
     return changed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, UNLIMITED, aligned, grid
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows", "i8"), ("columns", "i8")])
@@ -24,10 +25,15 @@ def _function(layout: str, target: str, quads: bool, device: int) -> Any:
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
+@lru_cache(LAUNCHES)
+def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
+    blocks = -(-size // (THREADS * (64 if quads else 4)))
+    function = _function(layout, target, quads, device)
+    return Launch(function, grid(blocks, device, UNLIMITED), _ARGUMENTS, *shape)
+
+
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
     """Contiguous scales in a layout into out in layout `target`, another one; shape: the linear one, (B, R, C)."""
-    device = out.device.id
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
-    call = _function(layout, target, quads, device)
-    blocks = -(-max(scales.size, out.size) // (THREADS * (64 if quads else 4)))
-    call((grid(blocks, device, UNLIMITED),), (THREADS,), (np.array([(scales.data.ptr, out.data.ptr, *shape)], _ARGUMENTS),))
+    launch = _launch(layout, target, quads, max(scales.size, out.size), shape, out.device.id)
+    launch(scales.data.ptr, out.data.ptr)
