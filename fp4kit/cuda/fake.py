@@ -58,12 +58,17 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) ->
     return loader.function(source, "clip_kernel", device)
 
 
+@lru_cache(LAUNCHES)
+def _clip_launch(dtype: np.dtype, grad: np.dtype, whole: bool, count: int, covered: int, device: int) -> Launch:
+    blocks = -(-count * dtype.itemsize // (THREAD_BYTES * THREADS))
+    return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device), CLIP, count, covered)
+
+
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     """grad where |x| <= amax, else 0, into out. grad, x, out: contiguous, of one size; out of grad's dtype.
 
     amax: float32; each covers as many neighbouring elements of x as the next, so its size divides that of x.
     """
     whole = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
-    call = _clip_function(x.dtype, grad.dtype, whole, x.device.id)
-    arguments = np.array([(*map(address, (grad, x, amax, out)), x.size, x.size // amax.size)], CLIP)
-    call((grid(-(-x.size * x.dtype.itemsize // (THREAD_BYTES * THREADS)), x.device.id),), (THREADS,), (arguments,))
+    launch = _clip_launch(x.dtype, grad.dtype, whole, x.size, x.size // amax.size, x.device.id)
+    launch(*map(address, (grad, x, amax, out)))
