@@ -3,7 +3,7 @@
 // Transform says whether each run goes through the Hadamard transform first; arrays then are whole runs.
 // Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
 #include "block.cuh"
-#include "memory.cuh"
+#include "hadamard.cuh"
 
 constexpr int kThreads = 256, kRun = 16;
 constexpr int kShort = 1024;  // elements of a row that a thread block would share too thinly
@@ -29,9 +29,10 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   u32 largest = 0u;
   const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
   for (i64 i = lane; i < runs; i += lanes) {
+    Run<In, kRun> elements = read_run<In, kRun, kAligned>(x + i * kRun);
+    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(elements);
     float run[kRun];
-    load_run<In, kRun, kAligned>(x + i * kRun, run);
-    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask, In>(run);
+    widen_run(elements, run);
 #pragma unroll
     for (int j = 0; j < kRun; ++j) largest = maximum(largest, counted_bits<kInput>(run[j]));
   }
@@ -69,9 +70,10 @@ FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
   if constexpr (kCount == 1) {
     return counted_bits<kInput>(In::widen(*x));
   } else {
+    Run<In, kCount> elements = read_run<In, kCount, kAligned>(x);
+    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(elements);
     float unit[kCount];
-    load_run<In, kCount, kAligned>(x, unit);
-    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask, In>(unit);
+    widen_run(elements, unit);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) largest = maximum(largest, counted_bits<kInput>(unit[j]));

@@ -47,29 +47,6 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// y_j = 1/4 sum_i s_i H_ij x_i over 16 elements, in double, rounded to In. Same order of sums as reference/hadamard.py.
-template <u32 kSignMask, class In, int kRun>
-FP4KIT_DEVICE void hadamard_run(float (&x)[kRun]) {
-#pragma unroll
-  for (int start = 0; start < kRun; start += 16) {
-    double y[16];
-#pragma unroll
-    for (int i = 0; i < 16; ++i) y[i] = kSignMask >> i & 1 ? -static_cast<double>(x[start + i]) : x[start + i];
-#pragma unroll
-    for (int distance = 1; distance < 16; distance *= 2) {
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (i & distance) continue;
-        const double low = y[i], high = y[i + distance];
-        y[i] = low + high;
-        y[i + distance] = low - high;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 16; ++i) x[start + i] = round_double_to<In>(y[i] * 0.25);
-  }
-}
-
 // a / divisor from its rounded reciprocal, where no step leaves the normal range: on the same side of every midpoint of E2M1 and of small
 // integers as the quotient rounded once, or on the midpoint where that is; for the largest values of formats, that quotient itself.
 // Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; for divisors 6, 7, 127, 448, of every a.

@@ -106,28 +106,30 @@ FP4KIT_DEVICE float inverse_e8m0(u32 code) {
 struct Float32 {
   using Bits = float;
   static constexpr bool kIsBfloat16 = false;
-  static constexpr int kLeastExponent = -149;
+  static constexpr int kMantissaBits = 23, kLeastExponent = -149;
   FP4KIT_DEVICE float widen(float x) { return x; }
   FP4KIT_DEVICE float narrow(float x) { return x; }
 };
 struct Float16 {
   using Bits = u16;
   static constexpr bool kIsBfloat16 = false;
-  static constexpr int kLeastExponent = -24;  // of a subnormal
+  static constexpr int kMantissaBits = 10, kLeastExponent = -24;  // of a subnormal
   FP4KIT_DEVICE float widen(u16 x) { return widen_f16(x); }
   FP4KIT_DEVICE u16 narrow(float x) { return narrow_f16(x); }
   FP4KIT_DEVICE u32 narrow_pair(float low, float high) { return narrow_f16x2(low, high); }
   FP4KIT_DEVICE u32 max_magnitude(u32 a, u32 b) { return max_magnitude_f16x2(a, b); }
+  FP4KIT_DEVICE u32 min_magnitude(u32 a, u32 b) { return min_magnitude_f16x2(a, b); }
   FP4KIT_DEVICE u32 add_zero(u32 pair) { return fma_f16x2(pair, 0x3C003C00u, 0u); }  // -0 + 0 = 0
 };
 struct Bfloat16 {
   using Bits = u16;
   static constexpr bool kIsBfloat16 = true;
-  static constexpr int kLeastExponent = -133;
+  static constexpr int kMantissaBits = 7, kLeastExponent = -133;
   FP4KIT_DEVICE float widen(u16 x) { return widen_bf16(x); }
   FP4KIT_DEVICE u16 narrow(float x) { return narrow_bf16(x); }
   FP4KIT_DEVICE u32 narrow_pair(float low, float high) { return narrow_bf16x2(low, high); }
   FP4KIT_DEVICE u32 max_magnitude(u32 a, u32 b) { return max_magnitude_bf16x2(a, b); }
+  FP4KIT_DEVICE u32 min_magnitude(u32 a, u32 b) { return min_magnitude_bf16x2(a, b); }
   FP4KIT_DEVICE u32 add_zero(u32 pair) { return fma_bf16x2(pair, 0x3F803F80u, 0u); }
 };
 

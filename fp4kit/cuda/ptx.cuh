@@ -157,6 +157,17 @@ FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #endif
 }
 
+// The smaller of the low halves and of the high halves, unsigned.
+FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  u32 y;
+  asm("min.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return minimum(a & 0xFFFFu, b & 0xFFFFu) | minimum(a >> 16, b >> 16) << 16;
+#endif
+}
+
 // The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no mask before it.
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
@@ -175,6 +186,27 @@ FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
   return y;
 #else
   return max_u16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+// The smaller magnitudes of two pairs of 16-bit floats; sign bits are not meant, nor is what becomes of NaN.
+FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  u32 y;
+  asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return min_u16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
+#endif
+}
+
+FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  u32 y;
+  asm("min.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return min_u16x2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu);
 #endif
 }
 
@@ -232,6 +264,14 @@ FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 #else
   return __builtin_fmaf(a, b, c);
+#endif
+}
+
+FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
+#ifdef __CUDA_ARCH__
+  return __fma_rn(a, b, c);
+#else
+  return __builtin_fma(a, b, c);
 #endif
 }
 

@@ -18,15 +18,15 @@ struct Rows {
 };
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
+FP4KIT_DEVICE auto read_run_of(const Arguments& a, u32 run) {
   constexpr int kRun = Rows<R, In>::kRun;
-  Run<In, kRun> x = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
-  if constexpr (R::kHadamard) {
-    float values[kRun];
-    widen_run(x, values);
-    hadamard_run<R::kSignMask, In>(values);
-    x = narrow_run<In>(values);
-  }
+  return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
+  auto x = read_run_of<R, In, kAligned>(a, run);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
   return x;
 }
 
@@ -127,12 +127,13 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
-      x[k] = Way::kShort && run < runs ? load_run_of<R, In, kAligned>(a, run) : Run<In, kRun>{};
+      x[k] = Way::kShort && run < runs ? read_run_of<R, In, kAligned>(a, run) : Run<In, kRun>{};
     }
     u32 left = 0u;  // bit k: run k goes the long way
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
+      if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x[k]);  // after all loads
       const Place place = place_of<R, In>(minimum(run, runs - 1), row_runs);
       const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, place.row, place.block, blocks);
       if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, run, run < runs, x[k], place, t, table)) left |= (run < runs) << k;
@@ -148,6 +149,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
+// The rare sums in double would take registers for 2.
+extern "C" __global__ void __launch_bounds__(kThreads, R::kHadamard ? 4 : 0) quantize_kernel(Arguments a) {
   quantize<R, Input, kAligned>(a, whole_grid());
 }

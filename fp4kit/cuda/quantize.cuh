@@ -2,6 +2,7 @@
 #pragma once
 
 #include "finite.cuh"
+#include "hadamard.cuh"
 #include "layout.cuh"
 
 constexpr int kThreads = 256;
@@ -97,8 +98,9 @@ FP4KIT_DEVICE void write_run(const Arguments& a, i64 first, const u32 (&codes)[k
 
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void load_elements(const Arguments& a, i64 first, float (&x)[kRun]) {
-  load_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first, x);
-  if constexpr (R::kHadamard) hadamard_run<R::kSignMask, In>(x);
+  Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
+  widen_run(run, x);
 }
 
 // The scale code of a block and the factor for its elements.

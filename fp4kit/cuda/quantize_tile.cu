@@ -137,13 +137,9 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
-  if constexpr (R::kHadamard) {
-    float x[R::kBlock];
-    load_elements<R, In, R::kBlock, kAligned>(a, first, x);
-    return narrow_run<In>(x);
-  } else {
-    return read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
-  }
+  Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
+  return x;
 }
 
 // Store a row of a block that takes the short way.

@@ -1,0 +1,70 @@
+"""The Hadamard transform of the kernels, alone: float32 where it is enough, double elsewhere, always the specification's bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from host.cases import F16, F32
+from host.cases_hadamard import Hadamard, transform
+from host.harness import DeviceArray
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import BF16
+
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+
+CASES = [Hadamard(dtype, mask) for dtype in (BF16, F16, F32) for mask in (TE_SIGN_MASK, 0)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_hadamard(host, case):
+    host.check(case)
+
+
+def transformed(host, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Transforms of runs, and which of them sums in float32 told."""
+    y, is_short = DeviceArray.output(x.shape, x.dtype), DeviceArray.zeros(len(x), np.uint8)
+    host.run(lambda: transform(DeviceArray(x), TE_SIGN_MASK, y, is_short))
+    return y.array, is_short.array
+
+
+def test_ordinary_runs_go_the_short_way(host):
+    rng = np.random.default_rng(0)
+    for dtype, least in ((BF16, 0.999), (F16, 0.99)):
+        normal = rng.standard_normal((1 << 14, 16)).astype(dtype)
+        sparse = normal * (rng.random(normal.shape) < 0.5).astype(dtype)
+        for x in (normal, sparse, np.zeros_like(normal), np.ones_like(normal)):
+            assert transformed(host, x)[1].mean() >= least
+
+
+ELEMENTS = st.lists(st.integers(0, 0xFFFF), min_size=16, max_size=16)
+
+
+@given(ELEMENTS, st.integers(0, 16))
+def test_any_bits(host, bits, shift):
+    """Any elements, and with exponents moved toward each other."""
+    for dtype in (BF16, F16):
+        x = np.array(bits, np.uint16)
+        x = np.stack([x, x & 0x83FF | 0x3C00, (x & 0x8FFF) + (shift << 7)]).astype(np.uint16).view(dtype)
+        with np.errstate(invalid="ignore"):
+            y, expected = transformed(host, x)[0], hadamard_blocks(x)
+        same = (y.view(np.uint16) == expected.view(np.uint16)) | (np.isnan(y) & np.isnan(expected))
+        assert same.all()
+
+
+# ---- these tests can fail -------------------------------------------------------------------------------------------------
+
+FILE, BFLOAT16, HALF = "hadamard.cuh", CASES[0], CASES[2]
+MUTATIONS = {
+    "one bit too many for float32": (FILE, "kApart = 21", "kApart = 22", BFLOAT16, "ties: "),
+    "the same of float16": (FILE, "kApart = 21", "kApart = 22", HALF, "ties: "),
+    "half the error of the sums": (FILE, "0x1.1p-20f", "0x1.1p-26f", BFLOAT16, r"\w+: \d+ of \d+ differ"),
+    "sums that overflow": (FILE, "if (largest >= kInfinityBits) return false;", "", BFLOAT16, "edges: "),
+    "half of the least": (FILE, "minimum(least & 0xFFFFu, least >> 16)", "(least & 0xFFFFu)", BFLOAT16, "ties: "),
+    "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_changed_line_is_seen(host, tmp_path, name):
+    host.check_mutation(tmp_path, *MUTATIONS[name])
