@@ -23,19 +23,25 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
   return bits;
 }
 
+// Largest of a run's elements, transformed first where that is wanted.
+template <class In, AmaxInput kInput, int kCount>
+FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
+  if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(run);
+  u32 largest = largest_bits_of(run);
+  if (largest < kInfinityBits) return largest;
+  largest = 0u;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) largest = maximum(largest, counted_bits<kInput>(element(run, i)));
+  return largest;
+}
+
 // Largest of the elements [first, first + count) that thread `lane` of `lanes` takes.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   u32 largest = 0u;
   const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
-  for (i64 i = lane; i < runs; i += lanes) {
-    Run<In, kRun> elements = read_run<In, kRun, kAligned>(x + i * kRun);
-    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(elements);
-    float run[kRun];
-    widen_run(elements, run);
-#pragma unroll
-    for (int j = 0; j < kRun; ++j) largest = maximum(largest, counted_bits<kInput>(run[j]));
-  }
+  for (i64 i = lane; i < runs; i += lanes)
+    largest = maximum(largest, largest_of_run<In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
   for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
   return largest;
 }
@@ -70,14 +76,7 @@ FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
   if constexpr (kCount == 1) {
     return counted_bits<kInput>(In::widen(*x));
   } else {
-    Run<In, kCount> elements = read_run<In, kCount, kAligned>(x);
-    if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(elements);
-    float unit[kCount];
-    widen_run(elements, unit);
-    u32 largest = 0u;
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) largest = maximum(largest, counted_bits<kInput>(unit[j]));
-    return largest;
+    return largest_of_run<In, kInput>(read_run<In, kCount, kAligned>(x));
   }
 }
 

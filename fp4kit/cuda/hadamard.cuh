@@ -36,7 +36,7 @@ FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 
 // The transform of any elements.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE Run<In, 16> hadamard_any(const Run<In, 16>& x) {
+FP4KIT_DEVICE Run<In, 16> hadamard_any(Run<In, 16> x) {
   double sums[16];
   float y[16];
 #pragma unroll
@@ -46,6 +46,10 @@ FP4KIT_DEVICE Run<In, 16> hadamard_any(const Run<In, 16>& x) {
   for (int i = 0; i < 16; ++i) y[i] = round_double_to<In>(sums[i]);
   return narrow_run<In>(y);
 }
+
+// The same where it is rare: a call, so that its registers are not the kernel's.
+template <u32 kSignMask, class In>
+FP4KIT_DEVICE_CALL Run<In, 16> hadamard_rare(Run<In, 16> x) { return hadamard_any<kSignMask>(x); }
 
 // Whether no sum rounds; float32 bits of the largest |y| and of the least |x|. Not for infinity and NaN.
 template <class In>
@@ -100,7 +104,7 @@ FP4KIT_DEVICE void hadamard_run(Run<In, kRun>& run) {
     if constexpr (sizeof(typename In::Bits) == 4) {
       y = hadamard_any<kSignMask>(x);
     } else if (!hadamard_short<kSignMask>(x, y)) {
-      y = hadamard_any<kSignMask>(x);
+      y = hadamard_rare<kSignMask>(x);
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) run.w[start + i] = y.w[i];

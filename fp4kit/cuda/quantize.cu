@@ -149,7 +149,6 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   }
 }
 
-// The rare sums in double would take registers for 2.
-extern "C" __global__ void __launch_bounds__(kThreads, R::kHadamard ? 4 : 0) quantize_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
   quantize<R, Input, kAligned>(a, whole_grid());
 }

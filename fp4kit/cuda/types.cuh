@@ -9,6 +9,7 @@ using i32 = int;
 using i64 = long long;
 
 #define FP4KIT_DEVICE static __device__ __forceinline__
+#define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
 constexpr float kFltMax = 3.402823466e+38f;

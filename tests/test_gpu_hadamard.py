@@ -1,0 +1,34 @@
+"""The Hadamard transform on a GPU: codes and amaxes of every kind of runs are the CPU's, whichever way the sums go."""
+
+import numpy as np
+import pytest
+from host.cases_hadamard import KINDS, Hadamard
+from inputs import BF16
+from on_gpu import ON_GPU, check, cupy, differing
+
+import fp4kit
+from fp4kit.cuda import launch
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+
+pytestmark = ON_GPU
+ROW = 64  # elements
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_runs(kind, dtype):
+    runs = KINDS[kind](Hadamard(dtype, TE_SIGN_MASK), np.random.default_rng(7))
+    with np.errstate(all="ignore"):
+        x = np.ascontiguousarray(runs.astype(dtype, copy=False)).reshape(-1, ROW)
+        transformed = hadamard_blocks(x)
+        check(x, "nvfp4-te", hadamard=True, tensor_amax=np.float32(3.0))
+        check(x[: len(x) // 32 * 32], "mxfp4-te", axis=0, hadamard=True)
+    amax = launch.amax(cupy.asarray(x), "no_nan", True, TE_SIGN_MASK)
+    magnitudes = np.abs(transformed).astype(np.float32)
+    assert differing(amax, np.where(np.isnan(magnitudes), np.float32(0), magnitudes).max(-1)) == 0
+
+
+def test_amax_of_a_transform():
+    x = np.random.default_rng(0).standard_normal((96, 128)).astype(BF16)
+    q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te", hadamard=True)
+    assert float(q.tensor_amax) == np.abs(hadamard_blocks(x).astype(np.float32)).max()
