@@ -26,8 +26,12 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
 // Largest of a run's elements, transformed first where that is wanted.
 template <class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
-  if constexpr (Transform::kHadamard) hadamard_run<Transform::kSignMask>(run);
-  u32 largest = largest_bits_of(run);
+  u32 largest;
+  if constexpr (Transform::kHadamard) {
+    largest = hadamard_run<Transform::kSignMask>(run);
+  } else {
+    largest = largest_bits_of(run);
+  }
   if (largest < kInfinityBits) return largest;
   largest = 0u;
 #pragma unroll

@@ -51,6 +51,15 @@ FP4KIT_DEVICE Run<In, 16> hadamard_any(Run<In, 16> x) {
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE_CALL Run<In, 16> hadamard_rare(Run<In, 16> x) { return hadamard_any<kSignMask>(x); }
 
+// The larger magnitudes of the low halves and of the high halves.
+template <class In, int kCount>
+FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
+  u32 largest = In::max_magnitude(pairs[0], pairs[1]);
+#pragma unroll
+  for (int i = 2; i < kCount; ++i) largest = In::max_magnitude(largest, pairs[i]);
+  return largest & 0x7FFF7FFFu;
+}
+
 // Whether no sum rounds; float32 bits of the largest |y| and of the least |x|. Not for infinity and NaN.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 least) {
@@ -58,13 +67,13 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 least) {
   return largest <= minimum((least | 0x007FFFFFu) + (kApart << 23), kInfinityBits - 1u);
 }
 
-// Float32 bits of the least magnitude of a run's elements that are not zero; 0 if all are.
-template <class In>
-FP4KIT_DEVICE u32 least_bits_but_zero(const Run<In, 16>& x) {
-  u32 least = 0xFFFFFFFFu;  // less 1, so that a zero is the largest
+// Less 1, the least magnitudes of the low and of the high halves that are not zero; 0xFFFF if all are.
+template <int kCount>
+FP4KIT_DEVICE u32 least_but_zero(const u32 (&pairs)[kCount]) {
+  u32 least = 0xFFFFFFFFu;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) least = min_u16x2(least, ((x.w[i] | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
-  return bits_of(In::widen(static_cast<u16>(minimum(least & 0xFFFFu, least >> 16) + 1u)));
+  for (int i = 0; i < kCount; ++i) least = min_u16x2(least, ((pairs[i] | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
+  return least;
 }
 
 // Whether every y is the same after rounding, where its sums may have rounded. largest: the largest |y|.
@@ -79,34 +88,83 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   return differ == 0u;
 }
 
-// The transform by sums in float32: false if they do not tell it.
+// Whether sums in float32 tell, where they are not exact for the least |x|. least: less 1, of those that are not zero.
+template <class In>
+FP4KIT_DEVICE bool do_sums_tell(const float (&y)[16], u32 largest, u32 least) {
+  if (largest >= kInfinityBits) return false;
+  return are_sums_exact<In>(largest, bits_of(In::widen(static_cast<u16>(least + 1u)))) || is_rounding_certain<In>(y, float_of(largest));
+}
+
+// The transform by sums in float32: false if they do not tell it. largest: float32 bits of the largest |y|.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE bool hadamard_short(const Run<In, 16>& x, Run<In, 16>& y) {
+FP4KIT_DEVICE bool hadamard_short(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];
   widen_run(x, sums);
   quarter_sums<kSignMask>(sums);
   y = narrow_run<In>(sums);
-  const u32 largest = largest_bits_of(y);
+  largest = largest_bits_of(y);
   if (are_sums_exact<In>(largest, least_bits_of(x))) return true;
-  if (largest >= kInfinityBits) return false;
-  return are_sums_exact<In>(largest, least_bits_but_zero(x)) || is_rounding_certain<In>(sums, float_of(largest));
+  const u32 least = least_but_zero(x.w);
+  return do_sums_tell<In>(sums, largest, minimum(least & 0xFFFFu, least >> 16));
 }
 
-// Each 16 elements of a run -> their transform.
+// Each 16 elements of a run -> their transform; largest_bits_of the result.
 template <u32 kSignMask, class In, int kRun>
-FP4KIT_DEVICE void hadamard_run(Run<In, kRun>& run) {
+FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   constexpr int kWords = Run<In, 16>::kWords;
+  u32 largest = 0u;
 #pragma unroll
   for (int start = 0; start < run.kWords; start += kWords) {
     Run<In, 16> x, y;
+    u32 part;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) x.w[i] = run.w[start + i];
     if constexpr (sizeof(typename In::Bits) == 4) {
       y = hadamard_any<kSignMask>(x);
-    } else if (!hadamard_short<kSignMask>(x, y)) {
+      part = largest_bits_of(y);
+    } else if (!hadamard_short<kSignMask>(x, y, part)) {
       y = hadamard_rare<kSignMask>(x);
+      part = largest_bits_of(y);
     }
 #pragma unroll
     for (int i = 0; i < kWords; ++i) run.w[start + i] = y.w[i];
+    largest = maximum(largest, part);
   }
+  return largest;
+}
+
+// 16 rows of pairs of 16-bit elements -> the transforms of the two columns; the largest magnitudes of both, NaN above infinity.
+template <u32 kSignMask, class In>
+FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16]) {
+  float y[2][16];
+  u32 x[16], least = In::min_magnitude(rows[0], rows[1]), exact = 0u;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    x[i] = rows[i];
+    if (i > 1) least = In::min_magnitude(least, x[i]);
+    y[0][i] = element(Run<In, 2>{{x[i]}}, 0);
+    y[1][i] = element(Run<In, 2>{{x[i]}}, 1);
+  }
+  quarter_sums<kSignMask>(y[0]);
+  quarter_sums<kSignMask>(y[1]);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) rows[i] = In::narrow_pair(y[0][i], y[1][i]);
+  u32 largest = largest_pair<In>(rows);
+  const auto half = [](u32 pair, int j) { return bits_of(In::widen(static_cast<u16>(pair >> (16 * j) & 0x7FFFu))); };
+#pragma unroll
+  for (int j = 0; j < 2; ++j) exact += are_sums_exact<In>(half(largest, j), half(least, j));
+  if (exact == 2u) return largest;
+  least = least_but_zero(x);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if (do_sums_tell<In>(y[j], half(largest, j), least >> (16 * j) & 0xFFFFu)) continue;
+    const u32 take = j ? 0x7632u : 0x5410u;
+    Run<In, 16> column;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) column.w[i] = prmt(x[2 * i], x[2 * i + 1], take);
+    column = hadamard_rare<kSignMask>(column);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) rows[i] = prmt(rows[i], column.w[i / 2], j ? (i % 2 ? 0x7610u : 0x5410u) : (i % 2 ? 0x3276u : 0x3254u));
+  }
+  return largest_pair<In>(rows);
 }

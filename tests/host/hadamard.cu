@@ -2,8 +2,9 @@
 struct Arguments {
   const void* x;  // runs x 16 elements
   void* y;        // their transforms
+  void* columns;  // the same, by two as columns
   u8* is_short;   // one a run
-  i64 runs;
+  i64 runs;       // even
 };
 
 extern "C" __global__ void hadamard_kernel(Arguments a) {
@@ -11,8 +12,21 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
   using Bits = typename Input::Bits;
   for (i64 i = first_item(grid); i < a.runs; i += item_stride(grid)) {
     Run<Input, 16> x = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * i), y;
-    if constexpr (sizeof(Bits) == 2) a.is_short[i] = hadamard_short<kSignMask>(x, y);
-    hadamard_run<kSignMask>(x);
+    u32 largest;
+    if constexpr (sizeof(Bits) == 2) {
+      a.is_short[i] = hadamard_short<kSignMask>(x, y, largest);
+      if (i % 2 == 0) {
+        const u16 *pair = static_cast<const u16*>(a.x) + 16 * i;
+        u16* out = static_cast<u16*>(a.columns) + 16 * i;
+        u32 rows[16];
+        for (int j = 0; j < 16; ++j) rows[j] = pair[j] | static_cast<u32>(pair[16 + j]) << 16;
+        const u32 both = hadamard_columns<kSignMask, Input>(rows);
+        for (int j = 0; j < 32; ++j) out[j] = static_cast<u16>(rows[j % 16] >> (j / 16 * 16));
+        if (both != largest_pair<Input>(rows)) out[0] ^= 1u;
+      }
+    }
+    largest = hadamard_run<kSignMask>(x);
     store_words(static_cast<Bits*>(a.y) + 16 * i, x.w);
+    if (largest != largest_bits_of(x)) static_cast<Bits*>(a.y)[16 * i] = 1;
   }
 }
