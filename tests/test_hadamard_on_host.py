@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from host.cases import F16, F32
-from host.cases_hadamard import Hadamard, transform
+from host.cases_hadamard import AmaxStrips, Hadamard, transform
 from host.harness import DeviceArray
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +16,10 @@ from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 CASES = [Hadamard(dtype, mask) for dtype in (BF16, F16, F32) for mask in (TE_SIGN_MASK, 0)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+STRIPS = [AmaxStrips(dtype) for dtype in (BF16, F16, F32)] + [AmaxStrips(BF16, "all"), AmaxStrips(F16, "finite")]
+
+
+@pytest.mark.parametrize("case", CASES + STRIPS, ids=str)
 def test_hadamard(host, case):
     host.check(case)
 
@@ -55,6 +58,7 @@ MUTATIONS = {
     "sums that overflow": (FILE, "if (largest >= kInfinityBits) return false;", "", BFLOAT16, "edges: "),
     "half of the least": (FILE, "minimum(least & 0xFFFFu, least >> 16)", "(least & 0xFFFFu)", BFLOAT16, "ties: "),
     "a half of a column": (FILE, "0x3276u", "0x3254u", BFLOAT16, "spread as columns: "),
+    "one column of two": ("amax_strips.cu", "maximum(pair & 0xFFFFu, pair >> 16)", "pair & 0xFFFFu", STRIPS[0], "amax of"),
     "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
 }
 

@@ -2,8 +2,7 @@
 //
 // Transform says whether each run goes through the Hadamard transform first; arrays then are whole runs.
 // Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
-#include "block.cuh"
-#include "hadamard.cuh"
+#include "amax.cuh"
 
 constexpr int kThreads = 256, kRun = 16;
 constexpr int kShort = 1024;  // elements of a row that a thread block would share too thinly
@@ -15,58 +14,21 @@ struct Arguments {
   i64 rows, columns;
 };
 
-template <AmaxInput kInput>
-FP4KIT_DEVICE u32 counted_bits(float x) {
-  const u32 bits = bits_of(x) & 0x7FFFFFFFu;
-  if constexpr (kInput == AmaxInput::no_nan) return bits > kInfinityBits ? 0u : bits;
-  if constexpr (kInput == AmaxInput::finite) return bits >= kInfinityBits ? 0u : bits;
-  return bits;
-}
-
-// Largest of a run's elements, transformed first where that is wanted.
-template <class In, AmaxInput kInput, int kCount>
-FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
-  u32 largest;
-  if constexpr (Transform::kHadamard) {
-    largest = hadamard_run<Transform::kSignMask>(run);
-  } else {
-    largest = largest_bits_of(run);
-  }
-  if (largest < kInfinityBits) return largest;
-  largest = 0u;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) largest = maximum(largest, counted_bits<kInput>(element(run, i)));
-  return largest;
-}
-
 // Largest of the elements [first, first + count) that thread `lane` of `lanes` takes.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   u32 largest = 0u;
   const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
   for (i64 i = lane; i < runs; i += lanes)
-    largest = maximum(largest, largest_of_run<In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
+    largest = maximum(largest, largest_of_run<Transform, In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
   for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
   return largest;
-}
-
-FP4KIT_DEVICE u32 largest_of_block(u32 mine) {
-  __shared__ u32 parts[kThreads];
-  parts[threadIdx.x] = mine;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) parts[threadIdx.x] = maximum(parts[threadIdx.x], parts[threadIdx.x + half]);
-    __syncthreads();
-  }
-  const u32 result = parts[0];
-  __syncthreads();
-  return result;
 }
 
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const Arguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-  const u32 largest = largest_of_block(largest_bits<In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
+  const u32 largest = largest_of_block<kThreads>(largest_bits<In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
@@ -80,7 +42,7 @@ FP4KIT_DEVICE u32 largest_of_unit(const typename In::Bits* x) {
   if constexpr (kCount == 1) {
     return counted_bits<kInput>(In::widen(*x));
   } else {
-    return largest_of_run<In, kInput>(read_run<In, kCount, kAligned>(x));
+    return largest_of_run<Transform, In, kInput>(read_run<In, kCount, kAligned>(x));
   }
 }
 
@@ -122,7 +84,7 @@ FP4KIT_DEVICE void amax_rows(const Arguments& a, Grid grid) {
   }
   for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const u32 largest = largest_of_block(largest_bits<In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
+    const u32 largest = largest_of_block<kThreads>(largest_bits<In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) a.amax[row] = largest;
   }
 }

@@ -13,9 +13,10 @@ from host.harness import DeviceArray
 from inputs import BF16
 
 from fp4kit.cuda import loader
+from fp4kit.cuda.amax_strips import amax_strips
 from fp4kit.cuda.geometry import THREADS, address, grid
 from fp4kit.cuda.traits import TYPES
-from fp4kit.reference.hadamard import BLOCK, hadamard_blocks
+from fp4kit.reference.hadamard import BLOCK, TE_SIGN_MASK, hadamard_blocks
 
 _ARGUMENTS = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])
 SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(BLOCK)] for i in range(BLOCK)])
@@ -114,6 +115,32 @@ def ties(case: Hadamard, rng: np.random.Generator) -> np.ndarray:
     rows = rng.integers(0, BLOCK, count)
     by_row = np.array([case.signs(j) for j in range(BLOCK)])[rows]
     return rng.permuted(x, axis=1) * by_row * least * rng.choice([-1, 1], (count, 1))
+
+
+@dataclass(frozen=True)
+class AmaxStrips:
+    """Instantiations of the kernel of the amax of transformed columns: of words, and of elements."""
+
+    dtype: np.dtype
+    counted: str = "no_nan"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.counted}"
+
+    def run(self) -> Iterator[Result]:
+        for shape in ((16, 1), (32, 530), (112, 37), (48, 1026)):
+            x = np.resize(spread(Hadamard(self.dtype, TE_SIGN_MASK), np.random.default_rng(3))[::-1], shape).astype(self.dtype)
+            for value, misalignment in ((0, 0), (np.inf, self.dtype.itemsize), (np.nan, 0)):
+                x[len(x) // 2, 0] = value
+                actual = amax_strips(DeviceArray(x, misalignment), self.counted, TE_SIGN_MASK)
+                yield f"amax of {shape} with {value}", actual.array, self.expected(x)
+
+    def expected(self, x: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):
+            a = np.abs(hadamard_blocks(np.ascontiguousarray(x.T))).astype(np.float32)
+        if self.counted != "all":
+            a = np.where(np.isfinite(a) if self.counted == "finite" else ~np.isnan(a), a, np.float32(0))
+        return np.max(a)
 
 
 KINDS = {f.__name__: f for f in (signs, spread, normal, bits, edges, ties)}

@@ -1,0 +1,54 @@
+// amax of a matrix whose columns go through the Hadamard transform, 16 rows at a time, as the rows lie: nothing is transposed.
+//
+// A thread takes 16 rows of the columns that one load of 4 bytes holds, or of one column where loads are not aligned.
+#include "amax.cuh"
+
+using Bits = Input::Bits;
+constexpr int kThreads = 256, kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a thread
+
+struct Arguments {
+  const void* x;  // rows x columns elements, contiguous
+  u32* amax;      // bits of float32, set to 0 before
+  i64 rows, columns;
+};
+
+// Largest of the transforms of a strip's kColumns columns from x on.
+FP4KIT_DEVICE u32 largest_of_strip(const Bits* x, i64 columns) {
+  if constexpr (kColumns == 2) {
+    u32 rows[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) rows[i] = *reinterpret_cast<const u32*>(x + i * columns);
+    const u32 pair = hadamard_columns<Transform::kSignMask, Input>(rows);
+    const u32 largest = bits_of(Input::widen(static_cast<u16>(maximum(pair & 0xFFFFu, pair >> 16))));
+    if (largest < kInfinityBits) return largest;
+    u32 counted = 0u;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) counted = maximum(counted, counted_bits<kCounted>(element(Run<Input, 2>{{rows[i]}}, j)));
+    }
+    return counted;
+  } else {
+    Run<Input, kRows> run = {};
+    constexpr int kPerWord = decltype(run)::kPerWord;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if constexpr (kPerWord == 1) run.w[i] = bits_of(x[i * columns]);
+      if constexpr (kPerWord == 2) run.w[i / 2] |= static_cast<u32>(x[i * columns]) << (16 * (i % 2));
+    }
+    return largest_of_run<Transform, Input, kCounted>(run);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) amax_strips_kernel(Arguments a) {
+  const u32 wide = static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks across a strip
+  const i64 items = a.rows / kRows * wide;
+  u32 largest = 0u;
+  for (i64 item = blockIdx.x; item < items; item += gridDim.x) {
+    const i64 strip = quotient(item, wide, items), column = ((item - strip * wide) * kThreads + threadIdx.x) * kColumns;
+    if (column >= a.columns) continue;
+    largest = maximum(largest, largest_of_strip(static_cast<const Bits*>(a.x) + strip * kRows * a.columns + column, a.columns));
+  }
+  largest = largest_of_block<kThreads>(largest);
+  if (threadIdx.x == 0) atomicMax(a.amax, largest);
+}
