@@ -65,8 +65,7 @@ class Rank:
 
     def run(self, partition: str) -> dict[str, Any]:
         """Equality and times of a partition."""
-        from fp4kit import Shard
-        from fp4kit.training.master_weights import MasterWeightsPlan
+        from fp4kit import MasterWeightsPlan, Shard
 
         cuts, rank = cuts_of(partition, [w.size for w in self.weights], self.comm.size), self.comm.rank
         shards = [

@@ -23,7 +23,7 @@ from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe, recipes
-from fp4kit.training.master_weights import Shard, cast_master_weights
+from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
 __version__ = "0.1.0"
 
@@ -31,6 +31,7 @@ __all__ = [
     "Comparison",
     "GroupedPlan",
     "Identification",
+    "MasterWeightsPlan",
     "Quantized",
     "Recipe",
     "Requantized",
