@@ -53,14 +53,14 @@ def test_unequal_tensors(name) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-@settings(max_examples=200)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_any_group(name, data) -> None:
     drawn = data.draw(groups((name,), DRAWN))
     check(drawn.xs, drawn.recipe, **drawn.options)
 
 
-@settings(max_examples=200)
+@settings(max_examples=1000)
 @given(drawn=groups(FEW, DRAWN), axis=st.sampled_from((-1, 0)), pass_through=st.booleans(), by_plan=st.booleans())
 def test_gradients(drawn: Drawn, axis: int, pass_through: bool, by_plan: bool) -> None:
     axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1

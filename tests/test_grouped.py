@@ -83,7 +83,7 @@ def test_any_group_equals_the_loop(drawn: Drawn) -> None:
             assert_same_bits(a, q.tensor_amax)
 
 
-@settings(max_examples=500)
+@settings(max_examples=1500)
 @given(drawn=groups(), pass_through=st.booleans())
 def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
     amaxes = drawn.options.get("tensor_amax")

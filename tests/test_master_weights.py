@@ -20,7 +20,7 @@ from fp4kit.training.master_weights import MasterWeightsPlan
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt")
 
 
-@settings(max_examples=1000)
+@settings(max_examples=2000)
 @given(
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]),
