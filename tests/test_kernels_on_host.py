@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Guards, Quantize, WithAmaxOut
+from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, WithAmaxOut
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES, Recipe
@@ -44,6 +44,10 @@ GUARDS = [Guards(RECIPES[f"nvfp4-{id}"], dtype) for id, dtype in zip(FOUR_OVER_S
 GUARDS += [Guards(replace(GUARDS[0].recipe, id="4over6-rows", tensor_scaling="row")), Guards(GUARDS[3].recipe, F32, fake=True)]
 GUARDS += [Guards(RECIPES[id], dtype, rounding="seed") for id in ("nvfp4-te", "nvfp4-flashinfer") for dtype in (BF16, F32)]
 GUARDS += [Guards(RECIPES[id], rounding="bytes") for id in ("mxfp4-te", "mxfp8-te", "nvfp4-modelopt")]
+TABLED = ("te-4over6-mse-448", "te-4over6-mse-256", "te-4over6-mae-448", "te-4over6-mae-256", "te-4over6-mse-256-fasterr")
+TABLED += tuple(f"flashinfer-4over6-{error}-{top}" for error in ("mse", "mae") for top in (448, 256))
+TABLED += tuple(f"te-4over6-{error}-{top}-2d" for error in ("mse", "mae") for top in (448, 256))
+GUARDS += [ByTable(RECIPES[f"nvfp4-{id}"]) for id in TABLED]
 DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
@@ -84,7 +88,7 @@ def test_amax(host, case):
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "scales in wrong places": ("layout.cuh", "r % 32 * 16", "r % 32 * 8", LAYOUTS[0], r"scales: \d+ of \d+ differ"),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
-    "no barriers": ("quantize_tile.cu", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
+    "no barriers": ("quantize_tile.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
     "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - places[k].column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 

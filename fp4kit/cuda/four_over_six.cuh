@@ -36,6 +36,21 @@ FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
 
 // ---- the long way -----------------------------------------------------------------------------------------------------
 
+// What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe says so.
+template <class R>
+FP4KIT_DEVICE float compared(u32 code, float scale, TensorScale t) {
+  const float scaled = decode<typename R::Element>(code) * scale;
+  return R::kFastError ? widen_f16(narrow_f16(scaled)) : decoded<R>(scaled, t);
+}
+
+// The part of element x in the error.
+template <class R>
+FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
+  float difference = compared - (R::kFastError ? x * t.encode : x);
+  if constexpr (R::kFlush) difference = flush(difference);
+  return R::kSquaredError ? difference * difference : fabsf(difference);
+}
+
 // Sum of the errors of elements under a scale, in their order.
 template <class R>
 FP4KIT_DEVICE float sum_errors(const float (&x)[R::kBlock], u32 scale_code, TensorScale t) {
@@ -43,15 +58,7 @@ FP4KIT_DEVICE float sum_errors(const float (&x)[R::kBlock], u32 scale_code, Tens
   float error = 0.0f;
 #pragma unroll
   for (int i = 0; i < R::kBlock; ++i) {
-    const float scaled = decode<typename R::Element>(encode_element<R>(multiply<R>(x[i], factor))) * scale;
-    float difference;
-    if constexpr (R::kFastError) {
-      difference = widen_f16(narrow_f16(scaled)) - x[i] * t.encode;
-    } else {
-      difference = decoded<R>(scaled, t) - x[i];
-    }
-    if constexpr (R::kFlush) difference = flush(difference);
-    const float term = R::kSquaredError ? difference * difference : magnitude_of(difference);
+    const float term = error_of<R>(x[i], compared<R>(encode_element<R>(multiply<R>(x[i], factor)), scale, t), t);
     error = i == 0 ? term : error + term;
   }
   return error;

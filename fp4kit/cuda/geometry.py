@@ -57,13 +57,15 @@ class _Struct(np.ndarray):
 class Launch:
     """A kernel with its grid and the last of its arguments, the sizes; a call adds the first ones and launches it.
 
-    fields: dtype of the struct of arguments, all of 8 bytes.
+    fields: dtype of the struct of arguments, all of 8 bytes. threads: of a block.
     """
 
-    __slots__ = ("_free", "_function", "_grid", "_layout", "_sizes")
+    __slots__ = ("_block", "_free", "_function", "_grid", "_layout", "_sizes")
 
-    def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int) -> None:
-        self._function, self._grid, self._sizes = function, (blocks,), sizes
+    def __init__(
+        self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
+    ) -> None:
+        self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[tuple[bytearray, _Struct]] = []  # memory that no thread is using, since the driver copied it
 
@@ -74,7 +76,7 @@ class Launch:
             memory = bytearray(self._layout.size)
             free = memory, _Struct.of(memory)
         self._layout.pack_into(free[0], 0, *values, *self._sizes)
-        self._function(self._grid, (THREADS,), (free[1],))
+        self._function(self._grid, self._block, (free[1],))
         self._free.append(free)
 
 

@@ -1,6 +1,6 @@
 // quantize_tile.cu for a group of tensors. kAligned: whether all of them are.
 #include "grouped_quantize.cuh"
-#include "quantize_tile.cu"
+#include "quantize_tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_tile_kernel(Group<Arguments> group) {
   for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {

@@ -42,11 +42,19 @@ def kind_of(r: Recipe) -> str:
     return "quantize_tile" if r.block_rows > 1 or r.four_over_six else "quantize"
 
 
+TABLE_THREADS, TABLE_BLOCKS, TABLE_LEAST = 1024, 1, 1 << 22
+
+
+def takes_table(r: Recipe, dtype: np.dtype, elements: int, fake: bool) -> bool:
+    """Whether 4over6 goes by the tables of quantize_table, which are worth their while for many elements."""
+    known = r.four_over_six is not None and r.block in ((1, 16), (16, 16)) and r.tensor_scaling == "tensor"
+    return known and TYPES[dtype] == "Bfloat16" and not fake and elements >= TABLE_LEAST
+
+
 @cache
 def _quantize_function(
-    r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
+    file: str, r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
 ) -> Any:
-    file = kind_of(r)
     struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
     source = instantiation(file, struct, Input=TYPES[dtype], kAligned=whole)
     return loader.function(source, f"{file}_kernel", device)
@@ -86,7 +94,12 @@ def quantize_launch(
     """What quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and the seed."""
     rows, columns = rows_and_columns(shape, r)
     check_count(rows * columns)
-    function = _quantize_function(r, dtype, whole, layout, fake, stochastic, mask, device)
+    if takes_table(r, dtype, rows * columns, fake):
+        function = _quantize_function("quantize_table", r, dtype, whole, layout, fake, stochastic, mask, device)
+        work = -(-rows // r.block_rows) * r.block_rows * -(-columns // 128) * 8
+        blocks = grid(-(-work // TABLE_THREADS), device, TABLE_BLOCKS)
+        return Launch(function, blocks, QUANTIZE, rows, columns, threads=TABLE_THREADS)
+    function = _quantize_function(kind_of(r), r, dtype, whole, layout, fake, stochastic, mask, device)
     return Launch(function, _grid(r, dtype, rows, columns, fake, device), QUANTIZE, rows, columns)
 
 

@@ -168,6 +168,38 @@ FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #endif
 }
 
+// Pairs of integers: the larger of a + b and c, signed.
+FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
+#ifdef __CUDA_ARCH__
+  return __viaddmax_s16x2(a, b, c);
+#else
+  u32 y = 0u;
+  for (int half = 0; half < 32; half += 16) {
+    const i32 sum = static_cast<short>(static_cast<u16>((a >> half) + (b >> half))), least = static_cast<short>(c >> half);
+    y |= (static_cast<u32>(sum < least ? least : sum) & 0xFFFFu) << half;
+  }
+  return y;
+#endif
+}
+
+// Barrier `number` (1 ... 15) of `threads` threads of a block, whole warps.
+#ifdef __CUDA_ARCH__
+FP4KIT_DEVICE void sync_group(u32 number, u32 threads) { asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory"); }
+#else
+void sync_group(u32 number, u32 threads);
+#endif
+
+// The low half of a times the lowest byte of b, plus the high half times the next one.
+FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0u));
+  return y;
+#else
+  return (a & 0xFFFFu) * (b & 0xFFu) + (a >> 16) * (b >> 8 & 0xFFu);
+#endif
+}
+
 // The larger magnitudes of two pairs of 16-bit floats, NaN above infinity; sign bits are not meant. One instruction, no mask before it.
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860

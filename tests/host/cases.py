@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -151,6 +152,16 @@ class Guards(Quantize):
         for x in guarded(self.dtype):
             for amax in (None, *amaxes):
                 yield from self.compare(x, 0, amax if amax is None else np.float32(amax))
+
+
+@dataclass(frozen=True)
+class ByTable(Guards):
+    """The same, and ordinary blocks, by the tables of 4over6, which are made for large matrices only."""
+
+    def run(self) -> Iterator[Result]:
+        with patch.object(launch, "TABLE_LEAST", 0):
+            yield from super().run()
+            yield from Quantize.run(self)
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:

@@ -34,7 +34,7 @@ struct HostBarrier { unsigned arrived, generation; };
 
 inline HostFiber host_fibers[kHostThreads];
 inline ucontext_t host_scheduler;
-inline HostBarrier host_block, host_warps[kHostThreads / kHostWarp];
+inline HostBarrier host_block, host_groups[16], host_warps[kHostThreads / kHostWarp];
 inline unsigned host_lanes[kHostThreads];
 inline bool host_progress;
 inline void (*host_call)(const void*);
@@ -105,6 +105,17 @@ inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x,
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
 inline void __syncthreads() { host_wait(host_block, blockDim.x); }
+inline int __syncthreads_or(int value) {
+  static int any = 0;
+  any |= value != 0;
+  __syncthreads();
+  const int result = any;
+  __syncthreads();
+  any = 0;
+  __syncthreads();
+  return result;
+}
+inline void sync_group(unsigned number, unsigned threads) { host_wait(host_groups[number], threads); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
@@ -113,6 +124,11 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   const unsigned result = host_lanes[threadIdx.x ^ lane_mask];
   host_wait(warp, kHostWarp);
   return result;
+}
+inline int __any_sync(unsigned, int value) {
+  unsigned any = value != 0;
+  for (unsigned distance = 1; distance < kHostWarp; distance *= 2) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
+  return any != 0;
 }
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;

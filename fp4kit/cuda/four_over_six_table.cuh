@@ -1,0 +1,126 @@
+// 4over6 of bfloat16 by tables: what an element adds to the difference of both errors, and both its codes, by its bits.
+//
+// A bfloat16 has 128 significands, an E4M3 scale 8. Where nothing leaves the normal range, an element's codes under a block's two
+// scales, and its errors in units of the first scale, stay the same as all three are multiplied with a power of two. The two scales
+// of a block, a sixth and a fourth of its amax rounded, make 16 pairs up to such a power, and 3 more where the second is cut off at
+// 448. So a table of a pair has an entry for each bfloat16 from a quarter to 6.4 times the first scale; below, all codes are 0.
+//
+// An entry is the difference of the errors, four's - six's, as an integer in units of kStep, times 256; its low byte has six's code in
+// bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but for kSlack units around zero: entries
+// are rounded to half a unit, the codes below add less than 8, and the specification's sums are rounded 30 times to 2^-24 of at most 40.
+#pragma once
+
+#include "four_over_six.cuh"
+
+constexpr int kEntries = 611;  // of a pair: 4 octaves, 97 significands of the fifth, one below a quarter, and rounding
+constexpr float kStepsOfOne = 0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
+constexpr u32 kSlack = 24u << 8;
+constexpr u32 kSquareSlack = 448u;  // of 16 sums without their low bytes
+
+// Pairs of scales: significand of the first, and how many codes the second is above it.
+struct Pair { u8 first, above; };
+constexpr int kPairs = 19, kKeys = 64;
+__device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 5}, {2, 4}, {2, 5}, {2, 6}, {3, 5}, {3, 6}, {4, 5},
+                                         {5, 4}, {5, 5}, {6, 4}, {6, 5}, {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
+
+// Where a pair's entries are: that of a bfloat16's bits b is entry max(b + shift, first), for a first scale in [1, 2).
+struct Place { i32 shift, first; };
+
+// What the entries of a pair are made from.
+struct PairScales {
+  float factors[2], compared[2][8], steps;  // steps: of an error of 1
+  u32 below;                                // bits of the first entry
+};
+
+constexpr int kParts = 512;
+
+struct alignas(16) PairTable {
+  union {
+    PairScales pairs[kPairs];  // until the entries are made
+    u32 parts[kParts];         // after that: what threads tell each other
+  };
+  Place places[kKeys];
+  u32 entries[kPairs * kEntries];
+};
+
+FP4KIT_DEVICE u32 key_of(u32 six, u32 four) { return (six & 7u) * 8u + (four - six); }
+
+// Whether the table is right for blocks between a least and the tensor's amax.
+FP4KIT_DEVICE bool has_table_for(TensorScale t) {
+  return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
+}
+
+// Every thread of a thread block must come here.
+template <class R>
+FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
+  constexpr u32 kOne = 7u << 3;  // the code of scale 1
+  for (u32 i = threadIdx.x; i < kPairs * 16; i += blockDim.x) {
+    const u32 pair = i / 16, which = i / 8 % 2;
+    const float scale = decode_scale<R>(kOne + kPairsOfScales[pair].first + (which ? kPairsOfScales[pair].above : 0u));
+    table.pairs[pair].compared[which][i % 8] = compared<R>(i % 8, scale, t);
+    if (i % 8 == 0) table.pairs[pair].factors[which] = candidate_factor<R>(scale, t);
+  }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < kPairs; i += blockDim.x) {
+    PairScales& pair = table.pairs[i];
+    const float one = pair.compared[0][2];  // code 2 is value 1
+    pair.steps = kStepsOfOne / (R::kSquaredError ? one * one : one);
+    pair.below = (bits_of(0.25f / pair.factors[0]) >> 16) - 1u;
+    table.places[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below), static_cast<i32>(i * kEntries)};
+  }
+  __syncthreads();
+}
+
+template <class R>
+FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
+  const float x = float_of(bits << 16);
+  u32 codes[2];
+  float errors[2];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    codes[k] = code_bits_e2m1<true>(multiply<R>(x, pair.factors[k])) & 7u;
+    errors[k] = error_of<R>(x, pair.compared[k][codes[k]], t);
+  }
+  const i32 difference = static_cast<i32>(rintf((errors[1] - errors[0]) * pair.steps));
+  return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
+}
+
+template <class R>
+FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
+  fill_pairs<R>(table, t);
+  for (u32 i = threadIdx.x; i < kPairs * kEntries; i += blockDim.x) {
+    const u32 pair = i / kEntries;
+    table.entries[i] = entry_of<R>(table.pairs[pair], table.pairs[pair].below + (i - pair * kEntries), t);
+  }
+  __syncthreads();
+}
+
+// Whether the table has a block: base is what its first scale is rounded from. False for NaN.
+FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t, u32 six, u32 four) {
+  return amax <= t.amax && base >= 0x1p-6f && six != four;
+}
+
+// Entries of a run, and their sum.
+template <class In, int kRun>
+FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
+  const Place place = table.places[key_of(six, four)];
+  const u32 shift = static_cast<u32>(place.shift - static_cast<i32>((six >> 3) - 7u) * 128);
+  const u32 shifts = prmt(shift, 0u, 0x1010u), firsts = place.first * 0x10001u;
+  u32 sum = 0u;
+#pragma unroll
+  for (int i = 0; i < kRun / 2; ++i) {
+    const u32 places = add_max_s16x2(run.w[i] & 0x7FFF7FFFu, shifts, firsts);
+    const char* memory = reinterpret_cast<const char*>(table.entries);
+    entries[2 * i] = *reinterpret_cast<const u32*>(memory + dot_bytes(places, 4u));
+    entries[2 * i + 1] = *reinterpret_cast<const u32*>(memory + (places >> 14));  // the low half is below 2^14
+    sum += entries[2 * i] + entries[2 * i + 1];
+  }
+  return sum;
+}
+
+// Codes of eight elements of entries, six's or four's, without their signs.
+FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
+  const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
+  const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);
+  return (even >> shift & 0x07070707u) | (odd << (4u - shift) & 0x70707070u);
+}

@@ -1,0 +1,260 @@
+// quantize where a decision spans threads: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on any block.
+//
+// A thread block covers kBlockRows rows and kColumns blocks; a thread takes one row of one block (R::kBlock elements). amaxes and
+// errors meet in shared memory. 4over6 on blocks in a row has no need of that: there each thread takes blocks of its own.
+#pragma once
+
+#include "four_over_six.cuh"
+
+constexpr int kTileThreads = 256;
+constexpr int kTileWarps = kTileThreads / 32;
+constexpr int kTilesPerMultiprocessor = 4;  // more of them would spill registers
+
+template <class R, bool kTall = (R::kBlockRows > 1)>
+struct Tile {  // blocks in a row do not meet
+  static constexpr int kColumns = kTileThreads;
+};
+template <class R>
+struct Tile<R, true> {
+  static constexpr int kRows = R::kBlockRows, kColumns = kTileThreads / R::kBlockRows;
+  float values[2][kRows][kColumns];
+  float parts[3][kTileWarps][kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
+};
+
+// Operations on rows.
+struct LargerOf {
+  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }  // NaN has the largest bits
+};
+struct SumOf {
+  FP4KIT_DEVICE float of(float a, float b) { return a + b; }
+};
+
+// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
+// neighbouring rows.
+template <class R, class Operation, int kPart, int kCount>
+FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int column) {
+  constexpr int kColumns = Tile<R>::kColumns;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int distance = kColumns; distance < 32; distance *= 2)
+      values[k] = Operation::of(values[k], float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(values[k]), distance)));
+    if (lane < kColumns) tile.parts[kPart + k][warp][column] = values[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    values[k] = tile.parts[kPart + k][0][column];
+#pragma unroll
+    for (int w = 1; w < kTileWarps; ++w) values[k] = Operation::of(values[k], tile.parts[kPart + k][w][column]);
+  }
+}
+
+// Larger over the rows of a block; every thread gets the result.
+template <class R>
+FP4KIT_DEVICE float amax_of_rows(Tile<R>& tile, float amax, int row, int column) {
+  if constexpr (R::kBlockRows == 1) {
+    return amax;
+  } else {
+    tile.values[0][row][column] = amax;
+    __syncthreads();
+    constexpr AmaxNan kNan = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;
+    float result = 0.0f;
+    for (int r = 0; r < R::kBlockRows; ++r) result = larger<kNan>(result, tile.values[0][r][column]);
+    __syncthreads();
+    return result;
+  }
+}
+
+// Sum over the rows of a block as a tree: row i with i + 8, then + 4, + 2, + 1; every thread gets both sums.
+template <class R>
+FP4KIT_DEVICE void sum_rows(Tile<R>& tile, float (&error)[2], int row, int column) {
+  if constexpr (R::kBlockRows > 1) {
+    tile.values[0][row][column] = error[0];
+    tile.values[1][row][column] = error[1];
+    __syncthreads();
+    for (int half = R::kBlockRows / 2; half > 0; half /= 2) {
+      if (row < half) {
+        for (int k = 0; k < 2; ++k) tile.values[k][row][column] = tile.values[k][row][column] + tile.values[k][row + half][column];
+      }
+      __syncthreads();
+    }
+    for (int k = 0; k < 2; ++k) error[k] = tile.values[k][0][column];
+    __syncthreads();
+  }
+}
+
+// The codes of a row of a block, whatever its elements are.
+template <class R, class In>
+FP4KIT_DEVICE void four_over_six(const float (&x)[R::kBlock], float amax, TensorScale t, Tile<R>& tile, int row, int column,
+                                 u32& scale, u32 (&codes)[R::kBlock]) {
+  u32 six, four;
+  scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
+  float errors[2] = {};
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) {  // no index of an array, which would lie in memory
+    errors[0] = errors[1];
+    errors[1] = sum_errors<R>(x, k == 0 ? six : four, t);
+  }
+  sum_rows<R>(tile, errors, row, column);
+  scale = errors[1] < errors[0] ? four : six;
+  encode_chosen<R>(x, amax, scale, t, codes);
+}
+
+// Where the row of a block that a thread takes is.
+struct Spot {
+  i64 row, block, blocks;  // blocks: in a row
+};
+
+template <class R, class In>
+FP4KIT_DEVICE void store_scales(const Arguments& a, Spot spot, u32 code, TensorScale t) {
+  if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = code;
+  const bool owner = spot.block == 0 && (R::kTensorScaling == TensorScaling::row || spot.row == 0);
+  if (R::kTensorScaling != TensorScaling::none && a.tensor_scale && owner)
+    store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? spot.row : 0, t);
+}
+
+// The scale that the short way chooses for a block, if it can: `chosen` is false otherwise.
+struct Choice {
+  bool chosen, is_zero;
+  u32 code;
+  Factor factor;
+};
+
+// table: of near scales (null: none). kBlockRows > 1: every thread of the thread block must come here.
+template <class R, class In>
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, Tile<R>& tile,
+                                  int column) {
+  float amax[1] = {float_of(largest_bits_of(run))};
+  if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
+  if constexpr (!R::kFourOverSix) {
+    Choice c = {false, false, 0u, {}};
+    c.code = scale_block<R, In>(amax[0], t, nullptr, c.factor);
+    c.chosen = bits_of(amax[0]) < kInfinityBits && takes_short_way<R, In>(largest_bits_of(run), c.factor);
+    return c;
+  } else {
+  u32 six_code, four_code;
+  scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code, four_code);  // exact but near subnormals, which have no near scale
+  const NearScale six = table ? table[six_code % kTableSize] : near_scale<R, In>(six_code, t);
+  const NearScale four = table ? table[four_code % kTableSize] : near_scale<R, In>(four_code, t);
+  float errors[2];
+  near_errors<R>(run, six, four, inverse_power(t), errors);
+  if constexpr (R::kBlockRows > 1) reduce_rows<R, SumOf, 1>(tile, errors, column);
+  const bool is_zero = is_zero_block(amax[0], six_code, four_code, t), is_four = !is_zero && errors[1] < errors[0];
+  // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
+  const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
+  const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
+  return {is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
+  }
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
+  Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
+  return x;
+}
+
+// Store a row of a block that takes the short way.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBlock>& run, Choice c, TensorScale t) {
+  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+  const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer leaves a zero block early, without the signs of its zeros
+  store_finite<R, In, kAligned>(a, first, no_signs ? Run<In, R::kBlock>{} : run, c.factor, c.code, t);
+  store_scales<R, In>(a, spot, c.code, t);
+}
+
+// Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, Tile<R>& tile, int tile_row,
+                                int column) {
+  const i64 first = spot.row * a.columns + spot.block * R::kBlock;
+  float x[R::kBlock] = {};
+  if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
+  const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
+  u32 codes[R::kBlock], scale;
+  if constexpr (R::kFourOverSix) {
+    four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
+  } else {
+    scale = R::BlockRule::template code<R, In>(amax, t);
+  }
+  if (!inside) return;
+  if constexpr (!R::kFourOverSix) encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
+  write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
+  store_scales<R, In>(a, spot, scale, t);
+}
+
+// Scales of all codes, where one tensor scale is for all blocks.
+template <class R, class In>
+FP4KIT_DEVICE void fill_near_table(const Arguments& a, NearScale* table) {
+  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
+  if (threadIdx.x < kTableSize) table[threadIdx.x] = near_scale<R, In>(threadIdx.x, t);
+  __syncthreads();
+}
+
+// Blocks of kBlockRows rows: a thread block takes as many as it has threads for, side by side.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
+  constexpr int kColumns = Tile<R>::kColumns;
+  const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
+  const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
+  const i64 tiles = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const TensorScale whole_scale = has_one_scale<R>() ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  for (i64 t_index = grid.block; t_index < tiles; t_index += grid.blocks) {
+    const i64 tall_index = quotient(t_index, wide, tiles);
+    const Spot spot = {tall_index * R::kBlockRows + tile_row, (t_index - tall_index * wide) * kColumns + column, blocks};
+    const bool inside = spot.row < a.rows && spot.block < blocks;
+    const Spot near = inside ? spot : Spot{0, 0, blocks};
+    const TensorScale t = has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
+    bool is_long = true;
+    if constexpr (R::kFourOverSix || ShortWay<R, In>::kExists) {
+      Run<In, R::kBlock> run = {};
+      if (inside) run = load_row<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock);
+      const Choice c = choose_scale<R, In>(run, t, table, tile, column);
+      is_long = __syncthreads_or(inside && !c.chosen);
+      if (!is_long && inside) store_row<R, In, kAligned>(a, spot, run, c, t);
+    }
+    if (is_long) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
+  }
+}
+
+// Blocks in a row: a thread takes one at a time.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
+  constexpr bool kOneScale = has_one_scale<R>();
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
+  const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
+  const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  const auto spot_of = [&](u32 run) {
+    const u32 row = kFlat ? 0u : run / blocks;
+    return Spot{row, run - row * blocks, blocks};
+  };
+  const auto scale_of = [&](Spot s) {
+    return kOneScale ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, s.row, s.block, blocks);
+  };
+  for (u32 run = grid.block * kTileThreads + threadIdx.x; run < runs; run += grid.blocks * kTileThreads) {
+    const Spot spot = spot_of(run);
+    const TensorScale t = scale_of(spot);
+    const Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
+    const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
+    if (c.chosen) {
+      store_row<R, In, kAligned>(a, spot, x, c, t);
+    } else {
+      quantize_any<R, In, kAligned>(a, spot, true, t, tile, 0, 0);
+    }
+  }
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
+  __shared__ Tile<R> tile;
+  constexpr bool kTable = R::kFourOverSix && has_one_scale<R>();
+  __shared__ NearScale table[kTable ? kTableSize : 1];
+  if constexpr (kTable) fill_near_table<R, In>(a, table);
+  if constexpr (R::kBlockRows == 1) {
+    quantize_rows<R, In, kAligned>(a, grid, kTable ? table : nullptr, tile);
+  } else {
+    quantize_tiles<R, In, kAligned>(a, grid, kTable ? table : nullptr, tile);
+  }
+}
