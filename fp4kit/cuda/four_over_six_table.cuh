@@ -40,7 +40,7 @@ struct alignas(16) PairTable {
     u32 parts[kParts];         // after that: what threads tell each other
   };
   Place places[kKeys];
-  u32 entries[kPairs * kEntries];
+  u32 entries[kPairs * kEntries + 1];  // the last is for blocks of zeros
 };
 
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) { return (six & 7u) * 8u + (four - six); }
@@ -92,12 +92,16 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
     const u32 pair = i / kEntries;
     table.entries[i] = entry_of<R>(table.pairs[pair], table.pairs[pair].below + (i - pair * kEntries), t);
   }
+  if (threadIdx.x == 0u) {  // both scales are 0, and the first is better by far
+    table.entries[kPairs * kEntries] = kSlack;
+    table.places[0] = {-0x4000, kPairs * kEntries};
+  }
   __syncthreads();
 }
 
 // Whether the table has a block: base is what its first scale is rounded from. False for NaN.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t, u32 six, u32 four) {
-  return amax <= t.amax && base >= 0x1p-6f && six != four;
+  return amax <= t.amax && ((base >= 0x1p-6f && six != four) || amax == 0.0f);
 }
 
 // Entries of a run, and their sum.

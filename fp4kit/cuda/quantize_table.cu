@@ -6,42 +6,45 @@
 
 constexpr int kTableThreads = 1024;
 
-// Scales of a block, and what the table says of its elements.
+// Scales of a block, and what the table says of a thread's elements.
 template <class R>
 struct Lookup {
-  u32 six, four, entries[R::kBlock];
-  i32 sum;
-  bool is_zero, found;
+  u32 six, four, entries[R::kBlock], sum;
 };
 
+// False if the table does not have the block.
 template <class R, class In>
-FP4KIT_DEVICE Lookup<R> look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t) {
-  Lookup<R> result = {};
+FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t, Lookup<R>& found) {
   const float sixth = quotient_by(amax, 6.0f, kInv6);
-  scales_of<R>(sixth, t, result.six, result.four);
-  result.is_zero = amax == 0.0f;
-  result.found = is_in_table(amax, multiply<R>(sixth, t.encode), t, result.six, result.four);
-  if (result.found) result.sum = static_cast<i32>(look_up(table, x, result.six, result.four, result.entries));
-  return result;
+  scales_of<R>(sixth, t, found.six, found.four);
+  if (!is_in_table(amax, multiply<R>(sixth, t.encode), t, found.six, found.four)) return false;
+  found.sum = look_up(table, x, found.six, found.four, found.entries);
+  return true;
 }
 
+// Whether a sum of differences says which scale is better.
+FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) { return sum + slack >= 2u * slack; }
+
+// Store a run of a block that the table decides; run: its number in the matrix.
 template <class R, class In>
-FP4KIT_DEVICE void store_entries(const Arguments& a, Spot spot, i64 first, const Run<In, R::kBlock>& x, const Lookup<R>& block, bool is_four) {
-  const u32 shift = is_four ? 4u : 0u;
+FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x, const Lookup<R>& found,
+                               bool is_four) {
+  const u32 shift = is_four ? 4u : 0u, scale = is_four ? found.four : found.six;
+  const bool no_signs = R::kFlush && found.four == 0u;  // FlashInfer leaves a zero block early, without the signs of its zeros
   u32 words[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 pairs[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) pairs[j] = R::kFlush && block.is_zero ? 0u : pair_with_code_signs<R, In>(x.w[4 * i + j]);
-    words[i] = codes_of_entries(block.entries + 8 * i, shift) | nibble_signs_of_pairs(pairs);
+    for (int j = 0; j < 4; ++j) pairs[j] = no_signs ? 0u : pair_with_code_signs<R, In>(x.w[4 * i + j]);
+    words[i] = codes_of_entries(found.entries + 8 * i, shift) | nibble_signs_of_pairs(pairs);
   }
-  store_words(a.packed + first / 2, words);
-  a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = is_four ? block.four : block.six;
+  store_words(a.packed + static_cast<u64>(run) * 8u, words);
+  a.scales[scale_at] = static_cast<u8>(scale);
 }
 
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, PairTable& table, TensorScale t, bool has_table) {
+FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& table, TensorScale t, bool has_table) {
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // a row's number is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const u32 step = gridDim.x * kTableThreads;
@@ -51,16 +54,14 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, PairTable& table, 
   for (; run < runs; run += step) {
     const Run<In, R::kBlock> x = next;
     if (run + step < runs) next = load_row<R, In, kAligned>(a, static_cast<i64>(run + step) * R::kBlock);
-    const u32 row = kFlat ? 0u : run / blocks;
-    const Spot spot = {row, run - row * blocks, blocks};
-    if (has_table) {
-      const Lookup<R> block = look_up_block<R>(table, x, float_of(largest_bits_of(x)), t);
-      if ((block.found && static_cast<u32>(block.sum) + kSlack >= 2u * kSlack) || block.is_zero) {
-        store_entries<R, In>(a, spot, static_cast<i64>(run) * R::kBlock, x, block, block.sum < 0);
-        continue;
-      }
+    const u32 row = kFlat ? 0u : run / blocks, block = run - row * blocks;
+    Lookup<R> found;
+    if (has_table && look_up_block<R>(table, x, float_of(largest_bits_of(x)), t, found) && is_beyond(found.sum, kSlack)) {
+      store_found<R, In>(a, run, scale_offset<R::kLayout>(row, block, blocks), x, found, static_cast<i32>(found.sum) < 0);
+      continue;
     }
     Tile<R> none;
+    const Spot spot = {row, block, blocks};
     const Choice c = choose_scale<R, In>(x, t, nullptr, none, 0);
     if (c.chosen) {
       store_row<R, In, kAligned>(a, spot, x, c, t);
@@ -72,23 +73,24 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, PairTable& table, 
 
 // Four warps that have eight square blocks side by side, a row of a block each: lane 8 i + j of warp w has row 4 w + i of block j.
 struct Group {
-  static constexpr int kThreads = 128, kBlocks = 8;
-  u32 number, warp, lane;
+  static constexpr u32 kThreads = 128, kBlocks = 8;
   u32* parts;  // 64 words of shared memory
 
-  FP4KIT_DEVICE_MEMBER explicit Group(PairTable& table)
-      : number(threadIdx.x / kThreads), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), parts(table.parts + number * 64) {}
-
-  FP4KIT_DEVICE_MEMBER void sync() const { sync_group(number + 1u, kThreads); }
+  FP4KIT_DEVICE u32 number() { return threadIdx.x / kThreads; }
+  FP4KIT_DEVICE u32 row() { return threadIdx.x / kBlocks % 16u; }
+  FP4KIT_DEVICE u32 block() { return threadIdx.x % kBlocks; }
+  FP4KIT_DEVICE u32 warp() { return threadIdx.x / 32u % 4u; }
+  FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
+  FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
   // Of all rows of a block, in any order: by way of words 32 kHalf ... 32 kHalf + 31, which are free after the next barrier but one.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
     value = Operation::of(value, __shfl_xor_sync(0xFFFFFFFFu, value, 16));
-    if (lane < kBlocks) parts[32 * kHalf + lane * 4 + warp] = value;
+    if (lane() < kBlocks) parts[32 * kHalf + block() * 4 + warp()] = value;
     sync();
-    const Chunk chunk = reinterpret_cast<const Chunk*>(parts + 32 * kHalf)[lane % kBlocks];
+    const Chunk chunk = reinterpret_cast<const Chunk*>(parts + 32 * kHalf)[block()];
     return Operation::of(Operation::of(chunk.w[0], chunk.w[1]), Operation::of(chunk.w[2], chunk.w[3]));
   }
 
@@ -96,18 +98,18 @@ struct Group {
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
-    if (warp >= 2) sums[(warp - 2) * 32 + lane] = value;
+    if (warp() >= 2u) sums[(warp() - 2u) * 32 + lane()] = value;
     sync();
-    if (warp < 2) value = value + sums[warp * 32 + lane];
+    if (warp() < 2u) value = value + sums[warp() * 32 + lane()];
     sync();
-    if (warp == 1) sums[lane] = value;
+    if (warp() == 1u) sums[lane()] = value;
     sync();
-    if (warp == 0) value = value + sums[lane];
+    if (warp() == 0u) value = value + sums[lane()];
     value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 16));
     value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 8));
-    if (warp == 0 && lane < kBlocks) sums[32 + lane] = value;
+    if (warp() == 0u && lane() < kBlocks) sums[32 + lane()] = value;
     sync();
-    return sums[32 + lane % kBlocks];
+    return sums[32 + block()];
   }
 };
 
@@ -125,7 +127,7 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, 
   float x[R::kBlock];
   widen_run(run, x);
   group.sync();
-  const float amax = float_of(group.reduce<LargestBits, 0>(bits_of(amax_of<R::kAmaxNan>(x))));
+  const float amax = float_of(group.reduce<LargestBits, 0>(largest_bits_of(run)));
   u32 six, four, codes[R::kBlock];
   scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
   float errors[2] = {};
@@ -144,38 +146,43 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, 
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& table, TensorScale t, bool has_table) {
-  const Group group(table);
-  const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, wide = (blocks + Group::kBlocks - 1) / Group::kBlocks;
-  const u32 tiles = static_cast<u32>((a.rows + R::kBlockRows - 1) / R::kBlockRows) * wide;
-  const u32 step = gridDim.x * (kTableThreads / Group::kThreads);
-  const auto spot_of = [&](u32 tile) {
-    const u32 tall = tile / wide;
-    return Spot{tall * R::kBlockRows + group.warp * 4 + group.lane / 8, (tile - tall * wide) * Group::kBlocks + group.lane % 8, blocks};
+  const Group group = {table.parts + Group::number() * 64u};
+  constexpr u32 kGroups = kTableThreads / Group::kThreads;
+  const u32 rows = static_cast<u32>(a.rows), blocks = static_cast<u32>(a.columns) / R::kBlock;
+  const u32 wide = (blocks + Group::kBlocks - 1) / Group::kBlocks, tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const u32 step = gridDim.x * kGroups, down = step / wide * R::kBlockRows, right = step % wide * Group::kBlocks;
+  u32 tile = blockIdx.x * kGroups + Group::number();
+  u32 row = tile / wide * R::kBlockRows + Group::row(), block = tile % wide * Group::kBlocks + Group::block();
+  const auto load = [&](u32 row, u32 block) {
+    if (row >= rows || block >= blocks) return Run<In, R::kBlock>{};
+    return load_row<R, In, kAligned>(a, static_cast<i64>(row * blocks + block) * R::kBlock);
   };
-  const auto is_inside = [&](u32 tile, Spot s) { return tile < tiles && s.row < a.rows && s.block < blocks; };
-  const auto load = [&](bool inside, Spot s) {
-    return inside ? load_row<R, In, kAligned>(a, s.row * a.columns + s.block * R::kBlock) : Run<In, R::kBlock>{};
-  };
-  u32 tile = blockIdx.x * (kTableThreads / Group::kThreads) + group.number;
-  Spot next_spot = spot_of(tile);
-  Run<In, R::kBlock> next = load(is_inside(tile, next_spot), next_spot);
-  for (; tile < tiles; tile += step) {
+  Run<In, R::kBlock> next = load(row, block);
+  for (u32 next_row, next_block; tile < tiles; tile += step, row = next_row, block = next_block) {
     const Run<In, R::kBlock> x = next;
-    const Spot spot = next_spot;
-    const bool inside = is_inside(tile, spot);
-    next_spot = spot_of(tile + step);
-    next = load(is_inside(tile + step, next_spot), next_spot);
-    bool decided = false;
+    next_row = row + down;
+    next_block = block + right;
+    if (next_block >= wide * Group::kBlocks) {
+      next_block -= wide * Group::kBlocks;
+      next_row += R::kBlockRows;
+    }
+    next = load(next_row, next_block);
+    const bool inside = row < rows && block < blocks;
     if (has_table) {
       const float amax = float_of(group.reduce<LargestBits, 0>(largest_bits_of(x)));
-      const Lookup<R> block = look_up_block<R>(table, x, amax, t);
-      const u32 sum = group.reduce<IntegerSum, 1>(static_cast<u32>(block.sum >> 8));
-      decided = (block.found && sum + kSquareSlack >= 2u * kSquareSlack) || block.is_zero;
-      decided = !__any_sync(0xFFFFFFFFu, !decided);
-      if (decided && inside)
-        store_entries<R, In>(a, spot, spot.row * a.columns + spot.block * R::kBlock, x, block, static_cast<i32>(sum) < 0);
+      Lookup<R> found;
+      found.sum = 0u;
+      look_up_block<R>(table, x, amax, t, found);
+      const u32 sum = group.reduce<IntegerSum, 1>(static_cast<u32>(static_cast<i32>(found.sum) >> 8));
+      if (!__any_sync(0xFFFFFFFFu, !is_beyond(sum, kSquareSlack))) {
+        const u32 run = row * blocks + block;
+        const u32 scale_at = R::kLayout == ScaleLayout::linear ? run : scale_offset<R::kLayout>(row, block, blocks);
+        if (inside) store_found<R, In>(a, run, scale_at, x, found, static_cast<i32>(sum) < 0);
+        continue;
+      }
     }
-    if (!decided) quantize_squares_any<R, In, kAligned>(a, group, spot, inside, x, t);
+    quantize_squares_any<R, In, kAligned>(a, group, Spot{row, block, blocks}, inside, x, t);
+    next = load(next_row, next_block);  // again, so that it took no registers
   }
 }
 
