@@ -56,6 +56,12 @@ def quantize_kernel(r: Recipe, dtype: np.dtype, aligned: bool = True, layout: st
     return Kernel(f"{file}_kernel", r.id, str(dtype), ", ".join(names), source)
 
 
+def table_kernel(r: Recipe) -> Kernel:
+    """The kernel that quantizes large matrices to a 4over6 recipe."""
+    source = instantiation("quantize_table", recipe_struct(r), Input=TYPES[BF16], kAligned=True)
+    return Kernel("quantize_table_kernel", r.id, str(BF16), "", source)
+
+
 def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
     """The kernel that decodes a recipe to dtype."""
     source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
@@ -81,6 +87,8 @@ def kernels() -> Iterator[Kernel]:
     for r in RECIPES.values():
         if not r.fake_only:
             yield quantize_kernel(r, BF16)
+        if r.four_over_six:
+            yield table_kernel(r)
     for id in ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "mxfp8-te-2d"):
         yield from (patch_kernel(RECIPES[id], dtype) for dtype in (BF16, F32))
     for id in OTHER_INPUTS:

@@ -6,7 +6,7 @@ import os
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, AmaxColumns, Dequantize, Quantize
+from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Quantize
 from host.cases_fake import Changed, Clip, Fake, Keep
 from host.cases_grouped import EVERY_KIND, GroupedQuantize
 from host.cases_layouts import Pack, Swizzle, Transpose
@@ -33,6 +33,7 @@ KINDS = [
     Quantize(RECIPES["nvfp4-flashinfer"], fake=True),
     Quantize(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
     Quantize(RECIPES["nvfp4-flashinfer-4over6-mse-256"], F16),
+    ByTable(RECIPES["nvfp4-te-4over6-mse-448-2d"]),
     Quantize(RECIPES["int8-modelopt-channel"]),
     Quantize(RECIPES["mxfp8-te"], rounding="seed"),
     Quantize(RECIPES["nvfp4-te-reference"], hadamard=True),

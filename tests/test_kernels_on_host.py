@@ -47,7 +47,7 @@ GUARDS += [Guards(RECIPES[id], rounding="bytes") for id in ("mxfp4-te", "mxfp8-t
 TABLED = ("te-4over6-mse-448", "te-4over6-mse-256", "te-4over6-mae-448", "te-4over6-mae-256", "te-4over6-mse-256-fasterr")
 TABLED += tuple(f"flashinfer-4over6-{error}-{top}" for error in ("mse", "mae") for top in (448, 256))
 TABLED += tuple(f"te-4over6-{error}-{top}-2d" for error in ("mse", "mae") for top in (448, 256))
-GUARDS += [ByTable(RECIPES[f"nvfp4-{id}"]) for id in TABLED]
+BY_TABLE = [ByTable(RECIPES[f"nvfp4-{id}"], misaligned=id == TABLED[0]) for id in TABLED]
 DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
@@ -63,7 +63,7 @@ def test_quantize(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", GUARDS, ids=str)
+@pytest.mark.parametrize("case", GUARDS + BY_TABLE, ids=str)
 def test_guards_of_short_ways(host, case):
     host.check(case)
 
@@ -89,6 +89,8 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "scales in wrong places": ("layout.cuh", "r % 32 * 16", "r % 32 * 8", LAYOUTS[0], r"scales: \d+ of \d+ differ"),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
     "no barriers": ("quantize_tile.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
+    "no margin around equal errors": ("four_over_six_table.cuh", "24u << 8", "1u", BY_TABLE[0], "differ"),
+    "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", BY_TABLE[-1], "differ"),
     "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - places[k].column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 

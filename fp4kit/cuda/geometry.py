@@ -62,9 +62,7 @@ class Launch:
 
     __slots__ = ("_block", "_free", "_function", "_grid", "_layout", "_sizes")
 
-    def __init__(
-        self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
-    ) -> None:
+    def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[tuple[bytearray, _Struct]] = []  # memory that no thread is using, since the driver copied it

@@ -156,12 +156,17 @@ class Guards(Quantize):
 
 @dataclass(frozen=True)
 class ByTable(Guards):
-    """The same, and ordinary blocks, by the tables of 4over6, which are made for large matrices only."""
+    """The same, ordinary blocks and nearly equal errors by the tables of 4over6, which are made for large matrices only."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-table"
 
     def run(self) -> Iterator[Result]:
+        few = np.round(np.random.default_rng(4).standard_normal((64, 2048)) * 4) / 4
         with patch.object(launch, "TABLE_LEAST", 0):
             yield from super().run()
             yield from Quantize.run(self)
+            yield from self.compare(few.astype(self.dtype), 0, np.float32(5.3))
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
