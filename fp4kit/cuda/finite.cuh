@@ -26,6 +26,8 @@ struct ShortWay {
   static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
                                  !R::kFake && !R::kStochastic;
+  // Stochastic rounding of products that have no more bits than elements of 16 bits have.
+  static constexpr bool kFewBits = kHalf && kPowerOfTwo && kE2m1 && !R::kRoundScaled && !R::kFlush && !R::kDivide;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
 
@@ -40,23 +42,17 @@ FP4KIT_DEVICE Factor factor_of(u32 code, TensorScale t) {
 template <class R, class In>
 FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
   using Way = ShortWay<R, In>;
-  if (largest >= kInfinityBits) return false;
-  // |x| * by < 7 needs no clamp; NaN and infinity fail here too. The reciprocal's product is within 2^-22 of the quotient.
+  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the quotient.
   const float product = float_of(largest) * f.reciprocal;
-  if constexpr (!Way::kClamp && Way::kE2m1) {
-    if (!(product < 6.99f)) return false;
-  } else {
-    if (!is_finite(product) || !is_finite(f.by)) return false;
-  }
-  if constexpr (R::kDivide) {
-    if (!(f.by > 0x1p-90f && f.by < 0x1p90f)) return false;
-  }
+  bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < 6.99f;
+  if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
   if constexpr (R::kSign != Sign::signbit && Way::kHalf) {  // no product of an element underflows to a zero
     constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
-    if (!(f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23))) return false;
+    takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23));
   }
-  if constexpr (R::kFlush && Way::kPairs) return f.by < 0x1p100f;  // pairs do not flush; below, no subnormal makes a code
-  return true;
+  // Pairs do not flush; below this no subnormal makes a code.
+  if constexpr (R::kFlush && Way::kPairs) takes = takes & (f.by < 0x1p100f);
+  return takes;
 }
 
 // The element to encode, of magnitude |x| if kMagnitude, before NaN rules, which do not matter here.
@@ -90,14 +86,17 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Magnitudes to encode, and the sign bits of eight codes: of elements 8 h ... 8 h + 7 of a run.
+// Magnitudes to encode, and the signs of eight codes: of elements `first` and on of a run. A product takes the magnitude of an operand
+// for nothing; the fma of a quotient does not.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE u32 magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
+FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
+  if constexpr (R::kDivide) {
 #pragma unroll
-  for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;
+    for (int i = 0; i < run.kWords; ++i) magnitudes.w[i] &= ShortWay<R, In>::kHalf ? 0x7FFF7FFFu : 0x7FFFFFFFu;
+  }
 #pragma unroll
-  for (int i = 0; i < 8; ++i) a[i] = scaled_finite<R, In>(element(magnitudes, first + i), f);
+  for (int i = 0; i < 8; ++i) a[i] = scaled_finite<R, In>(fabsf(element(magnitudes, first + i)), f);
   if constexpr (ShortWay<R, In>::kHalf) {
     u32 pairs[4];
 #pragma unroll
@@ -106,7 +105,10 @@ FP4KIT_DEVICE u32 magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, f
   } else {
     float y[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = with_code_sign<R>(float_of(bits_of(a[i]) | (run.w[first + i] & 0x80000000u)));
+    for (int i = 0; i < 8; ++i) {
+      const u32 sign = run.w[first + i];
+      y[i] = R::kSign == Sign::signbit ? float_of(sign) : with_code_sign<R>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
+    }
     return nibble_signs(y);
   }
 }
@@ -126,7 +128,7 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i) {
       float a[8];
-      const u32 signs = magnitudes_x8<R, In>(run, f, 8 * i, a);
+      const NibbleSigns signs = magnitudes_x8<R, In>(run, f, 8 * i, a);
       words[i] = encode_e2m1x8<Way::kClamp>(a, signs);
     }
   } else {
@@ -156,6 +158,16 @@ template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using F = typename R::Element;
+  if constexpr (ShortWay<R, In>::kFewBits) {
+#pragma unroll
+    for (int w = 0; w < kRun / 8; ++w) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.by * 0.125f);
+      words[w] = encode_stochastic_e2m1x8(x, random + 2 * w, nibble_signs_of_pairs(run.w + 4 * w));
+    }
+    return;
+  }
   constexpr bool kClamp = ShortWay<R, In>::kClamp || !ShortWay<R, In>::kE2m1;
   constexpr int kPerWord = 32 / F::kStoredBits;
 #pragma unroll
@@ -173,7 +185,7 @@ FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, 
     }
     if constexpr (ShortWay<R, In>::kE2m1) {
       if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
-      signs = ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y);
+      word = word | (ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
     }
     words[w] = word | signs;
   }

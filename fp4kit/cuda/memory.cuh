@@ -93,8 +93,9 @@ FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
     u32 largest = In::max_magnitude(run.w[0], run.w[1]);
 #pragma unroll
     for (int i = 2; i < run.kWords; ++i) largest = In::max_magnitude(largest, run.w[i]);
-    largest = In::max_magnitude(largest, largest >> 16) & 0x7FFFu;
-    return bits_of(In::widen(static_cast<u16>(largest)));
+    largest = In::max_magnitude(largest, prmt(largest, largest, 0x1032u));  // in both halves
+    if constexpr (In::kIsBfloat16) return largest & 0x7FFF0000u;
+    return bits_of(In::widen(static_cast<u16>(largest & 0x7FFFu)));
   }
 }
 

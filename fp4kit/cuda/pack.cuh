@@ -5,18 +5,26 @@
 
 #include "memory.cuh"
 
-// The sign of float i (i = 0 ... 7) at bit 4 i + 3.
-FP4KIT_DEVICE u32 nibble_signs(const float* x) {
-  // Bytes 3 of the even values, and of the odd ones: their top bits are the signs.
-  const u32 even = prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x0073u), prmt(bits_of(x[4]), bits_of(x[6]), 0x0073u), 0x5410u);
-  const u32 odd = prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x0073u), prmt(bits_of(x[5]), bits_of(x[7]), 0x0073u), 0x5410u);
-  return (even >> 4 & 0x08080808u) | (odd & 0x80808080u);
+// The signs of eight values, a byte each whose bits 3 and 7 are the sign: of the values 0 2 4 6, and of 1 3 5 7.
+struct NibbleSigns {
+  u32 even, odd;
+};
+
+// A word of eight codes with the sign of value i at bit 4 i + 3: two operations of three operands.
+FP4KIT_DEVICE u32 operator|(u32 codes, NibbleSigns signs) {
+  return or_masked(or_masked(codes, signs.odd, 0x80808080u), signs.even, 0x08080808u);
 }
 
-// The same of eight elements of 16 bits: prmt copies a sign all over a byte.
-FP4KIT_DEVICE u32 nibble_signs_of_pairs(const u32* pairs) {
+// prmt copies the top bit of a byte all over it where a selector's top bit is set.
+FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
+  return {prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x00FBu), prmt(bits_of(x[4]), bits_of(x[6]), 0x00FBu), 0x5410u),
+          prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x00FBu), prmt(bits_of(x[5]), bits_of(x[7]), 0x00FBu), 0x5410u)};
+}
+
+// The same of eight elements of 16 bits.
+FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
   const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u), high = prmt(pairs[2], pairs[3], 0xFBD9u);  // of elements 0 2 1 3, 4 6 5 7
-  return (prmt(low, high, 0x5410u) & 0x08080808u) | (prmt(low, high, 0x7632u) & 0x80808080u);
+  return {prmt(low, high, 0x5410u), prmt(low, high, 0x7632u)};
 }
 
 // 2^23 + the E2M1 code of a in [0, 7), rn; of any a >= 0 if kClamp.
@@ -29,16 +37,37 @@ FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
-// Word of the E2M1 codes of eight magnitudes and their signs at bits 4 i + 3.
-template <bool kClamp>
-FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, u32 signs) {
+// Word of the E2M1 codes of eight magnitudes and their signs, a word or as above.
+template <bool kClamp, class Signs>
+FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   u32 c[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp>(a[i]);
   const u32 low = mad(mad(c[3], 16u, c[2]), 256u, mad(c[1], 16u, c[0]));
   const u32 high = mad(mad(c[7], 16u, c[6]), 256u, mad(c[5], 16u, c[4]));
-  constexpr u32 kOffsets = 0x4B000000u + (0x4B000000u << 4);  // bits of 2^23, at the two places where they stay in the word
-  return (mad(high, 65536u, low) - kOffsets) | signs;
+  return prmt(low, high, 0x5410u) | signs;  // what 2^23 left is in the upper halves
+}
+
+// 2^23 + 256 times the code of a = 8 x in [0, 8], a number on the lines between the codes of E2M1's values, rounded toward zero.
+FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
+  const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
+  return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
+}
+
+// Word of the E2M1 codes of the magnitudes 8 x[i], each rounded up or down by its random byte, with signs.
+//   The code is that number plus byte / 256, toward zero: multiples of 1/256 stay what they are when less than that is dropped before.
+//   Of a = 8 x of at most 11 bits this is the code of encode_stochastic, because a + byte / 256 * step is exact there; or it is below
+//   2^-9 + 255 / 512, and the code 0.
+FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, NibbleSigns signs) {
+  u32 sums[4];  // of elements 0 2, 1 3, 4 6, 5 7: the code at bits 8 to 11 and 24 to 27
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int first = i / 2 * 4 + i % 2;
+    const u32 bytes = random[i / 2] >> (8 * (i % 2)) & 0x00FF00FFu;
+    sums[i] = mad(code_256ths_e2m1(x[first + 2]), 65536u, code_256ths_e2m1(x[first])) + bytes - 0x4B000000u;
+  }
+  const u32 word = mad(prmt(sums[1], sums[3], 0x7531u), 16u, prmt(sums[0], sums[2], 0x7531u));
+  return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest
 }
 
 // bfloat16 pairs: 128 + the E2M1 code of |x| * factor, where that product is exact.

@@ -307,6 +307,26 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
+// a * b + c toward zero; a >= 0, b a power of two with a * b <= 2^22, c an integer in [2^23, 2^24).
+FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rz(a, b, c);
+#else
+  return c + static_cast<float>(static_cast<u32>(a * b));
+#endif
+}
+
+// a * b of 64 bits, in one instruction where both halves are used.
+FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
+#ifdef __CUDA_ARCH__
+  u64 y;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
+  return y;
+#else
+  return static_cast<u64>(a) * b;
+#endif
+}
+
 // a * b + c of integers, modulo 2^32: kept off the pipe of shifts and logic, which limits the hot kernels.
 FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
@@ -315,6 +335,27 @@ FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
   return y;
 #else
   return a * b + c;
+#endif
+}
+
+// a | b & mask in one instruction: the compiler would gather the masked ones first.
+FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
+#ifdef __CUDA_ARCH__
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xF8;" : "=r"(y) : "r"(a), "r"(b), "r"(mask));
+  return y;
+#else
+  return a | (b & mask);
+#endif
+}
+
+// a * b in [0, 1], NaN to 0.
+FP4KIT_DEVICE float mul_sat(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __saturatef(a * b);
+#else
+  const float product = a * b;
+  return product > 0.0f ? minimum(product, 1.0f) : 0.0f;
 #endif
 }
 

@@ -112,9 +112,10 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// Encode a finite run, or round it, and store it: first is the number of its first element.
+// Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes, if they are needed.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t,
+                                const Words& random) {
   if constexpr (R::kFake) {
     float values[kRun];
     round_finite<R, In>(run, f, R::DecodeRule::template scale<R>(scale_code, t), values);
@@ -122,10 +123,17 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
   } else {
     u32 words[kRun * R::Element::kStoredBits / 32];
     if constexpr (R::kStochastic) {
-      encode_finite_stochastic<R, In>(run, f, random_words(a, first).w, words);
+      encode_finite_stochastic<R, In>(run, f, random.w, words);
     } else {
       encode_finite<R, In>(run, f, words);
     }
     store_words(a.packed + first * R::Element::kStoredBits / 8, words);
   }
+}
+
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRun>& run, Factor f, u32 scale_code, TensorScale t) {
+  Words random = {};
+  if constexpr (R::kStochastic && !R::kFake) random = random_words(a, first);
+  store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }

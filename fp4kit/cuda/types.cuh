@@ -24,6 +24,8 @@ FP4KIT_DEVICE float magnitude_of(float x) { return float_of(bits_of(x) & 0x7FFFF
 FP4KIT_DEVICE u32 sign_of(float x) { return bits_of(x) >> 31; }
 FP4KIT_DEVICE float nan_value() { return float_of(0x7FC00000u); }
 
+FP4KIT_DEVICE u32 high_product(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
+
 // i / n for 0 <= i < count: in 32 bits where they are enough, which is several times as fast.
 FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   if (n == 1) return i;
