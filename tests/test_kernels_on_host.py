@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, WithAmaxOut
+from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, Thresholds, WithAmaxOut
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES, Recipe
@@ -29,12 +29,14 @@ QUANTIZE += [Quantize(r, F32) for r in THIRDS[0]] + [Quantize(r, F16) for r in T
 QUANTIZE += [Quantize(variant("nvfp4-te", 64)), Quantize(variant("mxfp4-ocp", 64)), Quantize(variant("mxfp8-te", 128), F32)]
 SWIZZLED = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te-2d")
 LAYOUTS = [Quantize(RECIPES[id], layout="swizzled_128x4") for id in SWIZZLED]
+LAYOUTS += [Quantize(variant("mxfp8-te", columns), layout="swizzled_128x4") for columns in (128, 256)]
 LAYOUTS += [Quantize(RECIPES[id], layout="swizzled_8x4") for id in ("mxfp4-ocp", "mxfp8-te", "nvfp4-te-4over6-mse-448")]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 FAKE = [Quantize(r, dtype, fake=True, misaligned=r in THIRDS[1]) for r, dtype in DTYPES.items() if r.fake_rule is None]
 STOCHASTIC = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2")
 RANDOM = [Quantize(RECIPES[id], rounding=source) for id in STOCHASTIC for source in ("seed", "bytes")]
 RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quantize(RECIPES["fp8-modelopt"], rounding="seed")]
+RANDOM += [Thresholds(RECIPES["mxfp4-ocp"], dtype) for dtype in (BF16, F16)]
 TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
 TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]
 CALIBRATED = [Quantize(r, block_amax=True) for r in WITH_CODES if r.static]
@@ -86,7 +88,9 @@ def test_amax(host, case):
 # ---- these tests can fail -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
-    "scales in wrong places": ("layout.cuh", "r % 32 * 16", "r % 32 * 8", LAYOUTS[0], r"scales: \d+ of \d+ differ"),
+    "scales in wrong places": ("layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", LAYOUTS[1], "scales: .* differ"),
+    "rows in wrong places": ("layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", LAYOUTS[0], r"\d+ of \d+ differ"),
+    "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM[-1], r"packed: \d+ of \d+ differ"),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
     "no barriers": ("quantize_tile.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
     "no margin around equal errors": ("four_over_six_table.cuh", "24u << 8", "1u", BY_TABLE[0], "differ"),

@@ -15,6 +15,32 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   return r * columns + c;
 }
 
+// i / n of 32 bits by way of floor((2^32 - 1) / n), which one division makes for many: too small by one at most.
+struct Divisor {
+  u32 n, inverse;
+};
+FP4KIT_DEVICE Divisor divisor_of(u32 n) { return {n, 0xFFFFFFFFu / maximum(n, 1u)}; }
+FP4KIT_DEVICE u32 divide(u32 i, Divisor by) {
+  const u32 near = high_product(i, by.inverse);
+  return near + (i - near * by.n >= by.n);
+}
+
+template <ScaleLayout kLayout>
+FP4KIT_DEVICE constexpr int tile_bytes() { return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32; }
+
+// Row and column of a scale of a swizzled layout from where it lies: a byte of 32 bytes `sector`; tiles: across the matrix.
+struct ScalePlace {
+  u32 row, column;
+};
+template <ScaleLayout kLayout>
+FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
+  constexpr u32 kSectors = tile_bytes<kLayout>() / 32;
+  const u32 tile = sector / kSectors, down = divide(tile, tiles), column = (tile - down * tiles.n) * 4 + byte % 4;
+  if constexpr (kLayout == ScaleLayout::swizzled_128x4)
+    return {down * 128 + byte / 4 % 4 * 32 + sector % kSectors * 2 + byte / 16, column};
+  return {down * 8 + byte / 4, column};
+}
+
 // Rows of a matrix of scales, padding included.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 padded_rows(i64 rows) {

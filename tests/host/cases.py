@@ -27,11 +27,12 @@ Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected
 
 
 def matrix(kind: str, dtype: np.dtype, r: Recipe) -> np.ndarray:
-    """A matrix of whole blocks: adversarial; ordinary, wider and taller than whole tiles; of one row; with inf and NaN."""
+    """A matrix of whole blocks: adversarial; ordinary, wider or taller than whole tiles; of one row; with inf and NaN."""
     if kind == "adversarial":
         return np.resize(adversarial_blocks(dtype), (64, 256))
     size = r.block_size if r.block else 18 if r.is_packed else 19
-    blocks = {"uneven": (37, 19 if size <= 32 else 3), "row": (1, 261 if size <= 32 else 5), "nonfinite": (33, 4)}
+    few = size > 32
+    blocks = {"uneven": (37, 3 if few else 19), "row": (1, 5 if few else 261), "nonfinite": (33, 4), "tall": (299, 5)}
     rows, columns = blocks[kind]
     x = ordinary(4, (rows, columns * size), dtype)
     if kind == "nonfinite":
@@ -81,7 +82,7 @@ class Quantize:
         return found
 
     def run(self) -> Iterator[Result]:
-        for kind in ("adversarial", "uneven", "row", "nonfinite"):
+        for kind in ("adversarial", "uneven", "row", "nonfinite") + ("tall",) * (self.layout != "linear"):
             x = matrix(kind, self.dtype, self.recipe)
             yield from self.compare(x, 0, None)
             if self.recipe.tensor_scaling == "tensor":  # adversarial blocks are too far apart for one tensor scale
@@ -141,6 +142,28 @@ class WithAmaxOut(Quantize):
         yield "packed", arrays["packed"].array, q.packed
         yield "tensor_scale", arrays["tensor_scale"].array, q.tensor_scale
         yield "tensor_amax", arrays["amax_out"].array, q.tensor_amax
+
+
+@dataclass(frozen=True)
+class Thresholds(Quantize):
+    """Every element below 8 of a type of 16 bits, under the scale 1, with the random bytes about which its E2M1 code changes."""
+
+    rounding: str = "bytes"
+
+    def options(self, x: np.ndarray) -> dict[str, object]:
+        a = np.abs(x.astype(np.float64))
+        step = np.exp2(np.maximum(np.floor(np.log2(np.maximum(a, 0.5))), 0) - 1)
+        first = np.ceil((1 - a / step % 1) * 256)  # that rounds up; 256: none does
+        turns = np.arange(x.shape[1]) % 4
+        found = np.select([turns == 0, turns == 1, turns == 2], [first - 1, np.minimum(first, 255), np.zeros_like(a)], 255)
+        return {"rounding": "stochastic", "seed": found.astype(np.uint8)}
+
+    def run(self) -> Iterator[Result]:
+        bits = np.arange(np.array(8, self.dtype).view(np.uint16), dtype=np.uint16)
+        signs = np.random.default_rng(0).integers(0, 2, bits.size * 4, np.uint16) << 15
+        x = np.resize(np.repeat(bits, 4) | signs, (-(-bits.size * 4 // 124), 124)).view(self.dtype)
+        four = np.full((len(x) * 4, 1), 4, self.dtype)  # the scale of amaxes from 4 to 8 is 1
+        yield from self.compare(np.concatenate([x.reshape(-1, 31), four], 1).reshape(-1, 128), 0, None)
 
 
 @dataclass(frozen=True)
