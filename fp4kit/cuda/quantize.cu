@@ -89,7 +89,8 @@ FP4KIT_DEVICE Place place_of(const Walk<R, In>& walk, u32 step, int k) {
     const ScalePlace p = scale_place<R::kLayout>(sector, byte, walk.by);
     const u32 blocks = walk.row_runs / kLanes, row = minimum(p.row, walk.rows - 1), block = minimum(p.column, blocks - 1);
     const bool inside = p.row < walk.rows && p.column < blocks;
-    return {row * walk.row_runs + block * kLanes + threadIdx.x % kLanes, row, block, static_cast<u64>(sector) * 32 + byte, inside};
+    const u32 run = row * walk.row_runs + block * kLanes + threadIdx.x % kLanes;
+    return {run, row, block, static_cast<u64>(sector) * 32 + byte, inside};
   }
   const u32 place = step * Way::kStep + k * kThreads + threadIdx.x, run = minimum(place, walk.runs - kLanes + place % kLanes);
   if constexpr (Way::kFlat) return {run, 0u, 0u, run / kLanes, true};
@@ -116,8 +117,8 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
   }
 }
 
-// Quantize a run the short way; false if it has to go the long way, and nothing is written then. Neighbours exchange their amaxes,
-// so every thread of a warp must come here.
+// Quantize a run the short way; false if it has to go the long way, and nothing is written then. Neighbours exchange their
+// amaxes, so every thread of a warp must come here.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, TensorScale t,
                                    const Factor* table, const Words& random) {
