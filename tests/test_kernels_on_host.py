@@ -33,7 +33,16 @@ LAYOUTS += [Quantize(variant("mxfp8-te", columns), layout="swizzled_128x4") for 
 LAYOUTS += [Quantize(RECIPES[id], layout="swizzled_8x4") for id in ("mxfp4-ocp", "mxfp8-te", "nvfp4-te-4over6-mse-448")]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 FAKE = [Quantize(r, dtype, fake=True, misaligned=r in THIRDS[1]) for r, dtype in DTYPES.items() if r.fake_rule is None]
-STOCHASTIC = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2")
+STOCHASTIC = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-flashinfer",
+    "mxfp4-te",
+    "mxfp6-torchao-floor-e2m3",
+    "mxfp8-te",
+    "mxfp8-te-e5m2",
+    "mxfp8-te-2d",
+)
 RANDOM = [Quantize(RECIPES[id], rounding=source) for id in STOCHASTIC for source in ("seed", "bytes")]
 RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quantize(RECIPES["fp8-modelopt"], rounding="seed")]
 RANDOM += [Thresholds(RECIPES["mxfp4-ocp"], dtype) for dtype in (BF16, F16)]

@@ -51,27 +51,56 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   return R::kSquaredError ? difference * difference : fabsf(difference);
 }
 
+// visit(x) for the elements of a run in their order, in little code: unrolled, what is rarely needed would first have to be read from
+// memory. The run is turned, because registers have no index, and is what it was in the end.
+template <class In, int kCount, class Visit>
+FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
+#pragma unroll 1
+  for (int word = 0; word < run.kWords; ++word) {
+#pragma unroll
+    for (int i = 0; i < run.kPerWord; ++i) visit(element(run, i));
+    const u32 first = run.w[0];
+#pragma unroll
+    for (int i = 1; i < run.kWords; ++i) run.w[i - 1] = run.w[i];
+    run.w[run.kWords - 1] = first;
+  }
+}
+
 // Sum of the errors of elements under a scale, in their order.
-template <class R>
-FP4KIT_DEVICE float sum_errors(const float (&x)[R::kBlock], u32 scale_code, TensorScale t) {
+template <class R, class In>
+FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
   float error = 0.0f;
-#pragma unroll
-  for (int i = 0; i < R::kBlock; ++i) {
-    const float term = error_of<R>(x[i], compared<R>(encode_element<R>(multiply<R>(x[i], factor)), scale, t), t);
-    error = i == 0 ? term : error + term;
-  }
+  for_each_element(run, [&](float x) {
+    error = error + error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t);
+  });
   return error;
 }
 
-// Codes of a run under the chosen scale.
-template <class R>
-FP4KIT_DEVICE void encode_chosen(const float (&x)[R::kBlock], float amax, u32 scale_code, TensorScale t,
-                                 u32 (&codes)[R::kBlock]) {
+// Codes of a run under the chosen scale, the first in the lowest bits.
+template <class R, class In>
+FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
+  if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer leaves a zero block early
   const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
-  const bool zero = R::kFlush && magnitude_of(amax) < kFltMin;  // FlashInfer leaves a zero block early
+  u64 codes = 0u;
+  for_each_element(run, [&](float x) {
+    codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60;
+  });
+  return codes;
+}
+
+// Store the codes of a run, or the values that they have.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
+  if constexpr (R::kFake) {
+    u32 each[R::kBlock];
 #pragma unroll
-  for (int i = 0; i < R::kBlock; ++i) codes[i] = zero ? 0u : encode_element<R>(multiply<R>(x[i], factor));
+    for (int i = 0; i < R::kBlock; ++i) each[i] = static_cast<u32>(codes >> (4 * i)) & 15u;
+    write_run<R, In, R::kBlock, kAligned>(a, first, each, scale_code, t);
+  } else {
+    const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
+    store_words(a.packed + first / 2, words);
+  }
 }
 
 // ---- the short way ----------------------------------------------------------------------------------------------------
@@ -132,7 +161,7 @@ FP4KIT_DEVICE float near_error(const float (&a)[R::kBlock], float small, float u
   for (int i = 0; i < R::kBlock; ++i) {
     const u32 value = (bits_of(a[i] * small) + 0x200000u) & 0xFFC00000u;
     const float difference = fma_rn(float_of(value), unit, -a[i]);
-    error = R::kSquaredError ? fma_rn(difference, difference, error) : error + magnitude_of(difference);
+    error = R::kSquaredError ? fma_rn(difference, difference, error) : error + fabsf(difference);
   }
   return error;
 }
@@ -154,8 +183,8 @@ FP4KIT_DEVICE void near_errors(const Run<In, R::kBlock>& run, const NearScale& s
 // Whether the sums of errors say which scale is better.
 template <class R>
 FP4KIT_DEVICE bool are_apart(const NearScale& six, const NearScale& four, const float (&errors)[2]) {
-  const float slack = maximum(six.slack, four.slack);
-  return magnitude_of(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
+  const float slack = four.slack;  // the larger: four's scale is not less than six's
+  return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
 // Whether a block has zeros only, and its first scale and code zero with their signs are right.

@@ -52,21 +52,23 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
   Run<In, R::kBlock> next = {};
   if (run < runs) next = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
   for (; run < runs; run += step) {
-    const Run<In, R::kBlock> x = next;
+    Run<In, R::kBlock> x = next;
     if (run + step < runs) next = load_row<R, In, kAligned>(a, static_cast<i64>(run + step) * R::kBlock);
     const u32 row = kFlat ? 0u : run / blocks, block = run - row * blocks;
     Lookup<R> found;
-    if (has_table && look_up_block<R>(table, x, float_of(largest_bits_of(x)), t, found) && is_beyond(found.sum, kSlack)) {
+    const bool in_table = has_table && look_up_block<R>(table, x, float_of(largest_bits_of(x)), t, found);
+    if (in_table && is_beyond(found.sum, kSlack)) {
       store_found<R, In>(a, run, scale_offset<R::kLayout>(row, block, blocks), x, found, static_cast<i32>(found.sum) < 0);
       continue;
     }
     Tile<R> none;
     const Spot spot = {row, block, blocks};
-    const Choice c = choose_scale<R, In>(x, t, nullptr, none, 0);
+    Choice c = {};
+    if (!in_table) c = choose_scale<R, In>(x, t, nullptr, none, 0);
     if (c.chosen) {
       store_row<R, In, kAligned>(a, spot, x, c, t);
     } else {
-      quantize_any<R, In, kAligned>(a, spot, true, t, none, 0, 0);
+      quantize_any_four_over_six<R, In, kAligned>(a, spot, true, x, t, none, 0, 0);
     }
   }
 }
@@ -122,25 +124,22 @@ struct IntegerSum {
 
 // Square blocks, whatever their elements are.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, Spot spot, bool inside, const Run<In, R::kBlock>& run, TensorScale t) {
+FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t) {
   static_assert(R::kAmaxNan == AmaxNan::propagate, "the largest bits are the amax");
-  float x[R::kBlock];
-  widen_run(run, x);
   group.sync();
   const float amax = float_of(group.reduce<LargestBits, 0>(largest_bits_of(run)));
-  u32 six, four, codes[R::kBlock];
+  u32 six, four;
   scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
   float errors[2] = {};
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
     errors[0] = errors[1];
-    errors[1] = group.sum_in_order(sum_errors<R>(x, k == 0 ? six : four, t));
+    errors[1] = group.sum_in_order(sum_errors<R>(run, k == 0 ? six : four, t));
   }
-  const u32 scale = errors[1] < errors[0] ? four : six;
-  encode_chosen<R>(x, amax, scale, t, codes);
   group.sync();
   if (!inside) return;
-  write_run<R, In, R::kBlock, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, codes, scale, t);
+  const u32 scale = errors[1] < errors[0] ? four : six;
+  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t), scale, t);
   a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = scale;
 }
 
@@ -159,7 +158,7 @@ FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& tabl
   };
   Run<In, R::kBlock> next = load(row, block);
   for (u32 next_row, next_block; tile < tiles; tile += step, row = next_row, block = next_block) {
-    const Run<In, R::kBlock> x = next;
+    Run<In, R::kBlock> x = next;
     next_row = row + down;
     next_block = block + right;
     if (next_block >= wide * Group::kBlocks) {

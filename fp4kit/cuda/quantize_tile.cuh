@@ -8,7 +8,6 @@
 
 constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
-constexpr int kTilesPerMultiprocessor = 4;  // more of them would spill registers
 
 template <class R, bool kTall = (R::kBlockRows > 1)>
 struct Tile {  // blocks in a row do not meet
@@ -85,23 +84,6 @@ FP4KIT_DEVICE void sum_rows(Tile<R>& tile, float (&error)[2], int row, int colum
   }
 }
 
-// The codes of a row of a block, whatever its elements are.
-template <class R, class In>
-FP4KIT_DEVICE void four_over_six(const float (&x)[R::kBlock], float amax, TensorScale t, Tile<R>& tile, int row, int column,
-                                 u32& scale, u32 (&codes)[R::kBlock]) {
-  u32 six, four;
-  scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
-  float errors[2] = {};
-#pragma unroll 1
-  for (int k = 0; k < 2; ++k) {  // no index of an array, which would lie in memory
-    errors[0] = errors[1];
-    errors[1] = sum_errors<R>(x, k == 0 ? six : four, t);
-  }
-  sum_rows<R>(tile, errors, row, column);
-  scale = errors[1] < errors[0] ? four : six;
-  encode_chosen<R>(x, amax, scale, t, codes);
-}
-
 // Where the row of a block that a thread takes is.
 struct Spot {
   i64 row, block, blocks;  // blocks: in a row
@@ -156,13 +138,42 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const Arguments& a, i64 first) {
   return x;
 }
 
-// Store a row of a block that takes the short way.
+// Store a row of a block that takes the short way, in runs of 16, for which there are random bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBlock>& run, Choice c, TensorScale t) {
   const i64 first = spot.row * a.columns + spot.block * R::kBlock;
   const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer leaves a zero block early, without the signs of its zeros
-  store_finite<R, In, kAligned>(a, first, no_signs ? Run<In, R::kBlock>{} : run, c.factor, c.code, t);
+#pragma unroll
+  for (int start = 0; start < R::kBlock; start += 16) {
+    Run<In, 16> part;
+#pragma unroll
+    for (int i = 0; i < part.kWords; ++i) part.w[i] = no_signs ? 0u : run.w[start / part.kPerWord + i];
+    store_finite<R, In, kAligned>(a, first + start, part, c.factor, c.code, t);
+  }
   store_scales<R, In>(a, spot, c.code, t);
+}
+
+// Quantize a row of a block to 4over6, whatever its elements are: `run`, which load_row has read. kBlockRows > 1: every thread of the
+// thread block must come here.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t,
+                                              Tile<R>& tile, int tile_row, int column) {
+  float x[R::kBlock];
+  widen_run(run, x);
+  const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
+  u32 six, four;
+  scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
+  float errors[2] = {};
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) {  // no index of an array, which would lie in memory
+    errors[0] = errors[1];
+    errors[1] = sum_errors<R>(run, k == 0 ? six : four, t);
+  }
+  sum_rows<R>(tile, errors, tile_row, column);
+  if (!inside) return;
+  const u32 scale = errors[1] < errors[0] ? four : six;
+  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t), scale, t);
+  store_scales<R, In>(a, spot, scale, t);
 }
 
 // Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
@@ -173,14 +184,10 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, Tens
   float x[R::kBlock] = {};
   if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
-  u32 codes[R::kBlock], scale;
-  if constexpr (R::kFourOverSix) {
-    four_over_six<R, In>(x, amax, t, tile, tile_row, column, scale, codes);
-  } else {
-    scale = R::BlockRule::template code<R, In>(amax, t);
-  }
   if (!inside) return;
-  if constexpr (!R::kFourOverSix) encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
+  const u32 scale = R::BlockRule::template code<R, In>(amax, t);
+  u32 codes[R::kBlock];
+  encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
   write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
   store_scales<R, In>(a, spot, scale, t);
 }
@@ -207,15 +214,17 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
     const bool inside = spot.row < a.rows && spot.block < blocks;
     const Spot near = inside ? spot : Spot{0, 0, blocks};
     const TensorScale t = has_one_scale<R>() ? whole_scale : tensor_scale_of<R, In>(a.tensor_amax, near.row, near.block, blocks);
-    bool is_long = true;
     if constexpr (R::kFourOverSix || ShortWay<R, In>::kExists) {
       Run<In, R::kBlock> run = {};
       if (inside) run = load_row<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock);
       const Choice c = choose_scale<R, In>(run, t, table, tile, column);
-      is_long = __syncthreads_or(inside && !c.chosen);
-      if (!is_long && inside) store_row<R, In, kAligned>(a, spot, run, c, t);
+      if (!__syncthreads_or(inside && !c.chosen)) {
+        if (inside) store_row<R, In, kAligned>(a, spot, run, c, t);
+        continue;
+      }
+      if constexpr (R::kFourOverSix) quantize_any_four_over_six<R, In, kAligned>(a, spot, inside, run, t, tile, tile_row, column);
     }
-    if (is_long) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
+    if constexpr (!R::kFourOverSix) quantize_any<R, In, kAligned>(a, spot, inside, t, tile, tile_row, column);
   }
 }
 
@@ -236,12 +245,12 @@ FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale*
   for (u32 run = grid.block * kTileThreads + threadIdx.x; run < runs; run += grid.blocks * kTileThreads) {
     const Spot spot = spot_of(run);
     const TensorScale t = scale_of(spot);
-    const Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
+    Run<In, R::kBlock> x = load_row<R, In, kAligned>(a, static_cast<i64>(run) * R::kBlock);
     const Choice c = choose_scale<R, In>(x, t, table, tile, 0);
     if (c.chosen) {
       store_row<R, In, kAligned>(a, spot, x, c, t);
     } else {
-      quantize_any<R, In, kAligned>(a, spot, true, t, tile, 0, 0);
+      quantize_any_four_over_six<R, In, kAligned>(a, spot, true, x, t, tile, 0, 0);
     }
   }
 }
