@@ -140,11 +140,8 @@ FP4KIT_DEVICE float round_to(float x) { return T::widen(T::narrow(x)); }
 // A double rounded once to a type, as float32. By way of a float32 rounded to odd, whose 24 bits are enough for 8 and 11.
 template <class T>
 FP4KIT_DEVICE float round_double_to(double x) {
-  const float near = static_cast<float>(x);
-  if constexpr (sizeof(typename T::Bits) == 4) return near;
-  if (static_cast<double>(near) == x || !is_finite(near)) return round_to<T>(near);
-  const bool away = (near > x) == (x > 0.0);  // near is farther from zero than x
-  const u32 truncated = bits_of(near) - (away ? 1u : 0u);
-  return round_to<T>(float_of(truncated | 1u));
+  if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);
+  const float near = narrow_rz(x);
+  return round_to<T>(float_of(bits_of(near) | (static_cast<double>(near) != x)));
 }
 

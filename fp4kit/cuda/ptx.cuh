@@ -66,6 +66,17 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
 #endif
 }
 
+// A double toward zero.
+FP4KIT_DEVICE float narrow_rz(double x) {
+#ifdef __CUDA_ARCH__
+  return __double2float_rz(x);
+#else
+  const float near = static_cast<float>(x);
+  const bool away = __builtin_fabs(static_cast<double>(near)) > __builtin_fabs(x);
+  return float_of(bits_of(near) - away);
+#endif
+}
+
 // float16 bits <-> float32: exact one way, rn the other way (overflow to inf).
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__

@@ -32,10 +32,17 @@ FP4KIT_DEVICE auto read_run_of(const Arguments& a, u32 run) {
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
+// Transform a run where that is wanted; largest_bits_of the result.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
+  if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
+  return largest_bits_of(x);
+}
+
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const Arguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
-  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
+  transform_run<R>(x);
   return x;
 }
 
@@ -118,13 +125,12 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
 }
 
 // Quantize a run the short way; false if it has to go the long way, and nothing is written then. Neighbours exchange their
-// amaxes, so every thread of a warp must come here.
+// amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, TensorScale t,
-                                   const Factor* table, const Words& random) {
+FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, u32 own,
+                                   TensorScale t, const Factor* table, const Words& random) {
   constexpr int kRun = Rows<R, In>::kRun;
-  u32 amax = largest_bits_of(x);
-  const u32 own = amax;
+  u32 amax = own;
 #pragma unroll
   for (int lane = 1; lane < Rows<R, In>::kLanes; lane *= 2) amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
   u32 largest = amax;
@@ -203,11 +209,11 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
     TensorScale t = whole_scale;
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
-      if constexpr (Way::kShort && R::kHadamard) hadamard_run<R::kSignMask>(x[k]);  // after all loads
+      const u32 own = Way::kShort ? transform_run<R>(x[k]) : 0u;  // after all loads
       const Place place = place_of<R, In>(walk, step, k);
       if (!Way::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
         t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions: once for the runs of a row
-      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, place, x[k], t, table, random[k])) left |= place.inside << k;
+      if (!Way::kShort || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k])) left |= place.inside << k;
     }
 #pragma unroll 1
     for (int k = 0; left >> k; ++k) {
