@@ -18,16 +18,15 @@ FP4KIT_DEVICE u32 largest_of_strip(const Bits* x, i64 columns) {
     u32 rows[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) rows[i] = *reinterpret_cast<const u32*>(x + i * columns);
-    const u32 pair = hadamard_columns<Transform::kSignMask, Input>(rows);
-    const u32 largest = bits_of(Input::widen(static_cast<u16>(maximum(pair & 0xFFFFu, pair >> 16))));
-    if (largest < kInfinityBits) return largest;
-    u32 counted = 0u;
+    u32 largest = 0u;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int j = 0; j < 2; ++j) {
+      Run<Input, kRows> run;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) counted = maximum(counted, counted_bits<kCounted>(element(Run<Input, 2>{{rows[i]}}, j)));
+      for (int i = 0; i < kRows / 2; ++i) run.w[i] = prmt(rows[2 * i], rows[2 * i + 1], j ? 0x7632u : 0x5410u);
+      largest = maximum(largest, largest_of_run<Transform, Input, kCounted>(run));
     }
-    return counted;
+    return largest;
   } else {
     Run<Input, kRows> run = {};
     constexpr int kPerWord = decltype(run)::kPerWord;
