@@ -9,12 +9,13 @@ from host.cases import F16, F32, Amax, Quantize
 from host.cases_grouped import QUANTIZE_KINDS, GroupedAmax, GroupedClip, GroupedFake, GroupedQuantize
 from inputs import BF16
 
+from fp4kit.cuda import grouped
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 
-def quantize(id: str, *args: object, **options: object) -> GroupedQuantize:
-    return GroupedQuantize(Quantize(RECIPES[id], *args, **options))
+def quantize(id: str, *args: object, times: int = 1, **options: object) -> GroupedQuantize:
+    return GroupedQuantize(Quantize(RECIPES[id], *args, **options), times)
 
 
 QUANTIZE = [
@@ -42,6 +43,13 @@ FAKE = [
 AMAX = [GroupedAmax(Amax(dtype, counted)) for dtype, counted in ((F32, "all"), (F16, "no_nan"), (BF16, "finite"))]
 AMAX += [GroupedAmax(Amax(BF16, "all", by_row=True)), GroupedAmax(Amax(F32, "no_nan", by_row=True))]
 AMAX += [GroupedAmax(Amax(BF16, mask=TE_SIGN_MASK))]
+LARGE = GroupedAmax(Amax(BF16), times=grouped.FEW // 4 + 1)
+LARGE_QUANTIZE = quantize("nvfp4-te", times=LARGE.times)
+
+
+@pytest.mark.parametrize("case", [LARGE, LARGE_QUANTIZE], ids=str)
+def test_a_group_whose_members_are_in_device_memory(host, case):
+    host.check(case)
 
 
 @pytest.mark.parametrize("case", QUANTIZE, ids=str)
@@ -77,12 +85,14 @@ def test_amax(host, case):
 # ---- these tests can fail -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
-    "one part too few": ("grouped.cuh", "i < group.parts", "i + 1 < group.parts", AMAX[0], r"amax of \d: 1 of 1 differ"),
-    "the table of another tensor": (
+    "one part too few": ("grouped.cuh", "i < count; i", "i + 1 < count; i", AMAX[0], r"amax of \d: 1 of 1 differ"),
+    "the member before": ("grouped.cuh", "% kFew] <= i", "% kFew] < i", AMAX[0], r"amax of \d: 1 of 1 differ|stopped"),
+    "the first member": ("grouped.cuh", "group.members + part.member", "group.members", LARGE, r"amax of \d+: 1 of 1 differ"),
+    "the next member too soon": (
         "grouped.cuh",
-        "__syncthreads();  // before",
+        "if (i + gridDim.x < count) __syncthreads();  // before",
         "//",
-        QUANTIZE_KINDS[0],
+        LARGE_QUANTIZE,
         "depends on the grid|a kernel was stopped",
     ),
     "no scale of an empty tensor": ("grouped_quantize.cuh", "i < a.rows", "i < 0", QUANTIZE_KINDS[0], "nothing: 1 of 1 differ"),

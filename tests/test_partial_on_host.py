@@ -26,7 +26,8 @@ CASES += [Partial(replace(RECIPES["nvfp4-te"], id="nvfp4-te-64", block=(1, 64)),
 CASES += [Partial(replace(RECIPES["nvfp4-te-reference-2d"], id="nvfp4-te-reference-32x32", block=(32, 32)), BF16)]
 
 TRANSPOSED = [
-    GroupedTranspose(RECIPES["nvfp4-te-2d"], shapes) for shapes in (((64, 128), (256, 64)), ((16, 80), (48, 64), (16, 16)))
+    GroupedTranspose(RECIPES["nvfp4-te-2d"], shapes)
+    for shapes in (((64, 128), (256, 64)), ((16, 80), (48, 64), (16, 16)), ((320, 576), (96, 32), (16, 80)))
 ]
 TRANSPOSED += [GroupedTranspose(RECIPES["mxfp8-te-2d"], ((32, 96), (128, 128)))]
 

@@ -18,13 +18,16 @@ from fp4kit.cuda.fake import CLIP
 from fp4kit.cuda.geometry import THREADS, address, aligned, check_count
 from fp4kit.cuda.launch import AMAX, QUANTIZE, kind_of, rows_and_columns, transform_struct, whole_runs
 from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
 from fp4kit.recipes import Recipe
 
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
 _PART = np.dtype([("member", "u4"), ("index", "u4")])
+FEW = 32  # members of a small group at most: grouped.cuh
 PARTS_PER_SM = 16  # pieces of work for each multiprocessor, where there is little work
-PART_ELEMENTS = 8192, 24576  # fewest and most elements of a piece, one to three turns of a thread block: H200, 2026-11-21
+# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes a thread of bfloat16. More than
+# one save work where a piece begins with loads or a table of scales, and make the end uneven. H200, 2026-11-21.
+FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
 class Matrix(NamedTuple):
@@ -53,39 +56,57 @@ class Launch:
         self.function((self.grid,), (THREADS,), (self.arguments,))
 
 
-def parts_of(elements: np.ndarray, device: int) -> np.ndarray:
-    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without elements."""
+def is_small(members: Sequence[Any]) -> bool:
+    """Whether a group's members go with the kernel's arguments: which instantiation it takes (kSmall)."""
+    return len(members) <= FEW
+
+
+def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
+    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without elements.
+
+    most: elements of a piece, at most.
+    """
+    check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PARTS_PER_SM)
-    return np.maximum(-(-elements // int(np.clip(share, *PART_ELEMENTS))), 1)
+    return np.maximum(-(-elements // int(np.clip(share, min(FEWEST_ELEMENTS, most), most))), 1)
 
 
-def table_of(arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray) -> np.ndarray:
-    """Members, then parts, as grouped.cuh declares them, in words of 8 bytes."""
-    members = np.zeros(len(arguments), [("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
-    members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
+def table_of(members: np.ndarray) -> np.ndarray:
+    """Members, then their pieces, as grouped.cuh declares them in device memory, in words of 8 bytes."""
+    parts = members["parts"]
     work = np.empty(int(parts.sum()), _PART)
     work["member"] = np.repeat(np.arange(len(parts)), parts)
     work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(parts) - parts, parts)
     return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
 
 
-def prepare_group(function: Any, arguments: np.ndarray, whole: ArrayLike, elements: np.ndarray, device: int, held: Any) -> Launch:
-    """The launch of a grouped kernel: arguments and alignment of each member, and elements, by which work is divided."""
-    check_count(int(elements.max()))
-    parts = parts_of(elements, device)
-    table = loader.cupy().asarray(table_of(arguments, whole, parts))
-    total = int(parts.sum())
-    group = np.array([(table.data.ptr, len(arguments), total)], _GROUP).view(np.dtype((np.void, _GROUP.itemsize)))
-    return Launch(function, total, group, (table, held))
+def prepare_group(
+    function: Any, arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray, held: Any, small: bool = False
+) -> Launch:
+    """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the kernel."""
+    member = np.dtype([("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
+    members, total, table = np.zeros(len(arguments), member), int(parts.sum()), None
+    members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
+    if small:
+        group = np.zeros(1, [("parts", "i8"), ("first", "u4", FEW), ("members", member, FEW)])
+        first = np.cumsum(parts) - parts
+        group["parts"], group["first"] = total, np.pad(first, (0, FEW - len(first)), constant_values=2**32 - 1)
+        group["members"][0, : len(members)] = members
+    else:
+        table = loader.cupy().asarray(table_of(members))
+        group = np.array([(table.data.ptr, len(members), total)], _GROUP)
+    return Launch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
 
 
 @cache
 def _quantize_function(
-    r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
+    r: Recipe, dtype: np.dtype, whole: bool, small: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
 ) -> Any:
     file = "grouped_fake" if fake and r.fake_rule is not None else f"grouped_{kind_of(r)}"
     struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
-    return loader.function(instantiation(file, struct, Input=TYPES[dtype], kAligned=whole), f"{file}_kernel", device)
+    return loader.function(
+        instantiation(file, struct, Input=TYPES[dtype], kAligned=whole, kSmall=small), f"{file}_kernel", device
+    )
 
 
 def quantize_group(
@@ -107,14 +128,21 @@ def quantize_group(
     arguments["seed"] = seed or 0
     arguments["rows"], arguments["columns"] = zip(*shapes, strict=True)
     stochastic = seed is not None or any(m.random is not None for m in matrices)
-    device = first.x.device.id
-    function = _quantize_function(r, first.x.dtype, all(whole), layout, first.values is not None, stochastic, mask, device)
-    return prepare_group(function, arguments, whole, np.array([m.x.size for m in matrices]), device, tuple(matrices))
+    device, small = first.x.device.id, is_small(matrices)
+    function = _quantize_function(r, first.x.dtype, all(whole), small, layout, first.values is not None, stochastic, mask, device)
+    most = FEWEST_ELEMENTS if small and not has_table(r) else MOST_ELEMENTS
+    parts = parts_of(np.array([m.x.size for m in matrices]), device, most)
+    return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
 
 
 @cache
-def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, mask: int | None, device: int) -> Any:
-    names: dict[str, str | bool] = {"Input": TYPES[dtype], "kCounted": f"AmaxInput::{counted}", "kAligned": whole}
+def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int) -> Any:
+    names: dict[str, str | bool] = {
+        "Input": TYPES[dtype],
+        "kCounted": f"AmaxInput::{counted}",
+        "kAligned": whole,
+        "kSmall": small,
+    }
     return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
 
 
@@ -125,8 +153,10 @@ def amax_group(xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: boo
     arguments = np.array([(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX)
     device = xs[0].device.id
     kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
-    function = _amax_function(kernel, xs[0].dtype, counted, all(whole), mask, device)
-    return prepare_group(function, arguments, whole, np.array([x.size for x in xs]), device, (tuple(xs), tuple(outs)))
+    small = is_small(xs)
+    function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
+    parts = parts_of(np.array([x.size for x in xs]), device)
+    return prepare_group(function, arguments, whole, parts, (tuple(xs), tuple(outs)), small)
 
 
 class Clip(NamedTuple):
@@ -139,8 +169,8 @@ class Clip(NamedTuple):
 
 
 @cache
-def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) -> Any:
-    source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole)
+def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole, kSmall=small)
     return loader.function(source, "grouped_clip_kernel", device)
 
 
@@ -149,5 +179,7 @@ def clip_group(clips: Sequence[Clip]) -> Launch:
     whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
     first = clips[0]
-    function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), first.x.device.id)
-    return prepare_group(function, arguments, whole, np.array([c.x.size for c in clips]), first.x.device.id, tuple(clips))
+    device, small = first.x.device.id, is_small(clips)
+    function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
+    parts = parts_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
+    return prepare_group(function, arguments, whole, parts, tuple(clips), small)

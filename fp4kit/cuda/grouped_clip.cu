@@ -1,8 +1,10 @@
-// clip.cu for a group of tensors. kAligned: whether all of them are.
+// clip.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
 #include "grouped.cuh"
 #include "clip.cu"
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Group<Arguments> group) {
+using Members = GroupOf<Arguments, kSmall>::Type;
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
   for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       clip_gradient<Input, Gradient, true>(a, grid);

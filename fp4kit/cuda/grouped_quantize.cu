@@ -1,9 +1,11 @@
-// quantize.cu for a group of tensors. kAligned: whether all of them are.
+// quantize.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
 #include "grouped_quantize.cuh"
 #include "quantize.cu"
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+using Members = GroupOf<Arguments, kSmall>::Type;
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_kernel(Members group) {
+  for_each_part(group, [](Arguments a, Grid grid, bool aligned) {
     if (is_empty<R, Input>(a, grid)) return;
     if (kAligned || aligned) {
       quantize<R, Input, true>(a, grid);

@@ -1,8 +1,10 @@
-// quantize_tile.cu for a group of tensors. kAligned: whether all of them are.
+// quantize_tile.cu for a group of tensors. kAligned: whether all of them are. kSmall: which group it is.
 #include "grouped_quantize.cuh"
 #include "quantize_tile.cuh"
 
-extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_tile_kernel(Group<Arguments> group) {
+using Members = GroupOf<Arguments, kSmall>::Type;
+
+extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_tile_kernel(Members group) {
   for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (is_empty<R, Input>(a, grid)) return;
     if (kAligned || aligned) {

@@ -1,7 +1,24 @@
-// transpose.cu for a group of matrices. kAligned: whether all of them are.
+// transpose.cu for a group of matrices with linear scales. kAligned: whether codes move by 16 bytes and scales by four in all.
 #include "grouped.cuh"
 #include "transpose.cu"
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) grouped_transpose_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { transpose<S, kAligned>(a, grid); });
+using Members = GroupOf<Arguments, kSmall>::Type;
+
+// What a member's `aligned` is made of.
+constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
+
+struct ByteScales : S {
+  static constexpr bool kScaleWords = false;
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) grouped_transpose_kernel(Members group) {
+  for_each_part(group, [](const Arguments& a, Grid grid, u32 aligned) {
+    if (kAligned || aligned == (kWholeCodes | kWordScales)) {
+      transpose<S, true>(a, grid);
+    } else if (aligned == kWholeCodes) {
+      transpose<ByteScales, true>(a, grid);
+    } else {
+      transpose<ByteScales, false>(a, grid);
+    }
+  });
 }

@@ -10,9 +10,12 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import address
-from fp4kit.cuda.grouped import Launch, prepare_group
-from fp4kit.cuda.transpose import ARGUMENTS, moves, source
+from fp4kit.cuda.grouped import Launch, is_small, prepare_group
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.transpose import ARGUMENTS, moves, struct_of, work_blocks
 from fp4kit.recipes import Recipe
+
+WHOLE_CODES, WORD_SCALES = 1, 2  # what a member's `aligned` is made of: grouped_transpose.cu
 
 
 class Matrix(NamedTuple):
@@ -26,17 +29,19 @@ class Matrix(NamedTuple):
 
 
 @cache
-def _function(bits: int, block: int, whole: bool, words: bool, device: int) -> Any:
-    return loader.function(source(bits, block, "linear", whole, words, "grouped_transpose"), "grouped_transpose_kernel", device)
+def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation("grouped_transpose", struct_of(bits, block, "linear"), kAligned=whole, kSmall=small)
+    return loader.function(source, "grouped_transpose_kernel", device)
 
 
 def transpose_group(matrices: Sequence[Matrix], r: Recipe) -> Launch:
     """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
     shapes = [(1, *m.shape) for m in matrices]
-    found = [moves(m.codes, m.scales, r, "linear", m.out, m.scales_out, shape) for m, shape in zip(matrices, shapes, strict=True)]
-    whole, words = (all(column) for column in zip(*found, strict=True))
-    device = matrices[0].codes.device.id
-    function = _function(4 if r.is_packed else 8, r.block_size, whole, words, device)
+    found = [moves(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
+    flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)
+    bits, device = 4 if r.is_packed else 8, matrices[0].codes.device.id
+    small = is_small(matrices)
+    function = _function(bits, r.block_size, all(map(all, found)), small, device)
     table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)
-    elements = np.array([m.shape[0] * m.shape[1] for m in matrices])
-    return prepare_group(function, table, np.ones(len(table), bool), elements, device, tuple(matrices))
+    parts = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
+    return prepare_group(function, table, flags, parts, tuple(matrices), small)

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, grid
-from fp4kit.cuda.grouped import Launch, prepare_group
+from fp4kit.cuda.grouped import Launch, parts_of, prepare_group
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
@@ -66,7 +66,7 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
 def prepare(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any) -> Launch:
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
-    return prepare_group(function, table, np.ones(len(table), bool), RUN * work, device, held)
+    return prepare_group(function, table, np.ones(len(table), bool), parts_of(RUN * work, device), held)
 
 
 # ---- one matrix -----------------------------------------------------------------------------------------------------------

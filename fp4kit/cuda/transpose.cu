@@ -6,7 +6,8 @@
 #include "transpose_scales.cuh"
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
-constexpr bool kApart = kLinear && S::kScaleWords;           // scales do not go with the tiles
+template <class S>
+constexpr bool kApart = kLinear && S::kScaleWords;  // scales do not go with the tiles
 constexpr int kThreads = 256, kResident = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
 
 struct Arguments {
@@ -15,23 +16,30 @@ struct Arguments {
   i64 matrices, rows, columns;  // of codes
 };
 
+// Room for a tile of codes, the same one in all instantiations that a kernel consists of.
+template <int kBits>
+FP4KIT_DEVICE Chunk* tile_memory() {
+  __shared__ Chunk tile[CodeTile<kBits>::kChunks];
+  return tile;
+}
+
 // The tile of codes at (row, column), with its scales.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
   using U = ScaleTile<S::kLayout, S::kBlock, T::kRows, T::kColumns>;
-  __shared__ Chunk tile[T::kChunks];
+  Chunk* tile = tile_memory<S::kBits>();
   __shared__ Chunk scale_chunks[(U::kScales + 15) / 16];
   u8* scale_tile = reinterpret_cast<u8*>(scale_chunks);
   const int thread = static_cast<int>(threadIdx.x);
-  const u8 scale = kApart ? 0 : load_scale<U>(scales, row, column, thread);
+  const u8 scale = kApart<S> ? 0 : load_scale<U>(scales, row, column, thread);
   read_tile<S::kBits, kAligned>(codes, row, column, tile);
-  if (!kApart) put_scale<U>(scale_tile, scale, thread);
+  if (!kApart<S>) put_scale<U>(scale_tile, scale, thread);
   __syncthreads();
   write_tile<S::kBits, kAligned>(codes, column, row, tile);
   if constexpr (!S::kScaleWords) {
     write_scale_bytes<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
-  } else if constexpr (!kApart) {
+  } else if constexpr (!kApart<S>) {
     write_scale_chunks<U>(scales, column, row / S::kBlock, scale_tile, thread, kThreads);
   }
   __syncthreads();
@@ -64,7 +72,7 @@ FP4KIT_DEVICE void transpose(const Arguments& a, Grid grid) {
     const ScaleMatrix s{a.scales + matrix * scales, a.scales_out + matrix * scales_out, a.rows, a.columns};
     transpose_tile<S, kAligned>(c, s, (t - stripe * tall) * T::kRows, (stripe - matrix * wide) * T::kColumns);
   }
-  if constexpr (kApart) {
+  if constexpr (kApart<S>) {
     const i64 squares = a.matrices * (a.rows / S::kBlock / 4) * (a.columns / S::kBlock / 4);
     for (; t < tiles + (squares + kThreads - 1) / kThreads; t += grid.blocks) transpose_scales_apart<S>(a, t - tiles, squares);
   }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, UNLIMITED, address, aligned, grid
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 from fp4kit.recipes import Recipe
 
@@ -18,12 +19,16 @@ _TILE = (256, 128)  # rows, and bytes of codes, that a thread block transposes a
 BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
 
 
-def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True, file: str = "transpose") -> str:
+def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True) -> str:
     """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; words: scales by four."""
+    return instantiation("transpose", struct_of(bits, block, layout, words), kAligned=whole)
+
+
+def struct_of(bits: int, block: int, layout: str, words: bool = True) -> str:
+    """S of the kernel."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
-    struct += f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
-    return instantiation(file, struct, kAligned=whole)
+    return struct + f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
 
 
 @cache
@@ -31,14 +36,17 @@ def _function(bits: int, block: int, layout: str, whole: bool, words: bool, devi
     return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
 
 
+@lru_cache(LAUNCHES)
+def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int) -> Launch:
+    function = _function(bits, block, layout, whole, words, device)
+    return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
+
+
 def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
     """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
-    bits, device = 4 if r.is_packed else 8, out.device.id
     whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
-    call = _function(bits, r.block_size, layout, whole, words, device)
-    blocks = _tiles(*shape, bits) + (-(-scales_out.size // (16 * r.block_size * THREADS)) if layout == "linear" else 0)
-    arguments = np.array([(*map(address, (codes, scales, out, scales_out)), *shape)], ARGUMENTS)
-    call((grid(blocks, device, UNLIMITED),), (THREADS,), (arguments,))
+    launch = _launch(4 if r.is_packed else 8, r.block_size, layout, whole, words, shape, out.device.id)
+    launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
 
 
 def moves(
@@ -52,6 +60,10 @@ def moves(
     return whole, words and (layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0))
 
 
-def _tiles(B: int, M: int, K: int, bits: int) -> int:
+def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
+    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear scales by themselves."""
+    B, M, K = shape
     rows, line = _TILE
-    return B * -(-M // rows) * -(-K // (line * 8 // bits))
+    tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))
+    squares = B * (M // block // 4) * (K // block // 4) if layout == "linear" else 0  # a thread each
+    return tiles + -(-squares // THREADS)

@@ -28,18 +28,19 @@ class GroupedQuantize:
     """Instantiations of a grouped quantize kernel: all tensors aligned, and some of them."""
 
     single: Quantize
+    times: int = 1  # that the group has each tensor
 
     def __str__(self) -> str:
-        return str(self.single)
+        return f"{self.single}{f'-{self.times}-times' * (self.times > 1)}"
 
     def run(self) -> Iterator[Result]:
-        case = self.single
-        tensors = [matrix(kind, case.dtype, case.recipe) for kind in KINDS]
-        amaxes = [np.float32(2**i) for i in range(4)] if case.recipe.tensor_scaling == "tensor" else [None] * 4
+        case, count = self.single, len(KINDS) * self.times
+        tensors = [matrix(kind, case.dtype, case.recipe) for kind in KINDS * self.times]
+        amaxes = [np.float32(2**i) for i in range(count)] if case.recipe.tensor_scaling == "tensor" else [None] * count
         for misaligned in ((), MISALIGNED) if case.misaligned else ((),):
-            places = [case.dtype.itemsize * (i in misaligned) for i in range(4)]
+            places = [case.dtype.itemsize * (i in misaligned) for i in range(count)]
             codes = [expected_codes(case, x.tobytes(), x.shape, amax) for x, amax in zip(tensors, amaxes, strict=True)]
-            of_codes = [8 * (i % 2) if misaligned else 0 for i in range(4)]  # as in a stack of matrices of few elements
+            of_codes = [8 * (i % 2) if misaligned else 0 for i in range(count)]  # as in a stack of matrices of few elements
             yield from self.compare([*zip(tensors, places, of_codes, codes, strict=True)])
 
     def compare(self, tensors: list[tuple[np.ndarray, int, int, Quantized]]) -> Iterator[Result]:
@@ -93,15 +94,16 @@ class GroupedAmax:
     """Instantiations of the grouped amax kernels."""
 
     single: Amax
+    times: int = 1  # that the group has each tensor
 
     def __str__(self) -> str:
-        return str(self.single)
+        return f"{self.single}{f'-{self.times}-times' * (self.times > 1)}"
 
     def run(self) -> Iterator[Result]:
         case = self.single
         shapes = ((3, 37), (1, 1), (64, 129), (5, 7)) if case.mask is None else ((28, 256), (1, 16))
         for misaligned in ((), MISALIGNED):
-            xs = [np.resize(adversarial_blocks(case.dtype)[i:], shape) for i, shape in enumerate(shapes)]
+            xs = [np.resize(adversarial_blocks(case.dtype)[i:], shape) for i, shape in enumerate(shapes * self.times)]
             xs[-1].reshape(-1)[2], xs[0].reshape(-1)[-1] = np.inf, np.nan
             arrays = [DeviceArray(x, case.dtype.itemsize * (i in misaligned)) for i, x in enumerate(xs)]
             outs = [DeviceArray.zeros(x.shape[:1] if case.by_row else (1,), np.float32) for x in xs]

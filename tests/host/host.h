@@ -125,11 +125,16 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   host_wait(warp, kHostWarp);
   return result;
 }
-inline int __any_sync(unsigned, int value) {
-  unsigned any = value != 0;
-  for (unsigned distance = 1; distance < kHostWarp; distance *= 2) any |= __shfl_xor_sync(0xFFFFFFFFu, any, distance);
-  return any != 0;
+inline unsigned __ballot_sync(unsigned, bool predicate) {
+  HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
+  host_lanes[threadIdx.x] = predicate;
+  host_wait(warp, kHostWarp);
+  unsigned result = 0, first = threadIdx.x / kHostWarp * kHostWarp;
+  for (unsigned lane = 0; lane < kHostWarp; ++lane) result |= host_lanes[first + lane] << lane;
+  host_wait(warp, kHostWarp);
+  return result;
 }
+inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value != 0) != 0; }
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = old < value ? value : old;

@@ -33,7 +33,7 @@ constexpr unsigned kInArguments = ~0u;
 
 // One allocation of exactly the array's size an array, so that the address sanitizer sees one byte too many.
 inline void host_serve(const Launch* launches, const HostRequest& request) {
-  unsigned char arguments[1024];
+  unsigned char arguments[4096];  // as many as a kernel can have
   if (request.bytes > sizeof arguments) host_fail("the arguments are too large");
   std::vector<HostPointer> pointers(request.pointers);
   std::vector<HostArray> arrays(request.arrays);
