@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from fractions import Fraction
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
-import peers
 from measure import BF16, Bench, Call, main
+from modelopt_loop import Loop
 from rows import Beside, Traffic, element_bytes, quantized_bytes
 
 import fp4kit
+from fp4kit.cuda.fake import fake_matrix
+from fp4kit.cuda.launch import quantize_matrix
 from fp4kit.testing import assert_same_bits
 
 EXPERT = (1856, 2688)
-COUNTS = (8, 32, 128, 256)
-FAKE = ("fp8-modelopt", "int8-modelopt-channel", "nvfp4-modelopt", "nvfp4-te", "mxfp4-flashinfer")
-CODES = ("nvfp4-te", "nvfp4-modelopt", "mxfp4-flashinfer")
+UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors; the equal ones beside the loops
+FAKE = ("fp8-modelopt", "int8-modelopt-channel", "nvfp4-modelopt", "mxfp4-flashinfer")
+CODES = ("nvfp4-te", "mxfp4-flashinfer")
+WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also in two launches, the first for the amaxes
 AT_MOST = 1.05  # of one launch on the concatenation
-HOST_US = 50  # of a step of 128 tensors
+STEP, HOST_US = 128, 50  # host time of a step of so many tensors
 NO_BYTES: Traffic = {"nothing": Fraction(0)}
 
 
 class Tensors:
-    """N experts, equal or not, as parts of one array, with the amaxes of each."""
+    """N experts, equal or not (one of them without rows), as parts of one array."""
 
-    def __init__(self, bench: Bench, count: int, equal: bool) -> None:
-        rows, K = EXPERT
+    def __init__(self, bench: Bench, count: int, equal: bool, shape: tuple[int, int] = EXPERT) -> None:
+        rows, K = shape
         sizes = np.full(count, rows) if equal else np.random.default_rng(count).integers(0, 2 * rows + 1, count)
         sizes[1] = sizes[1] if equal else 0
-        self.ends = np.cumsum(sizes).tolist()
+        self.ends, self.equal = np.cumsum(sizes).tolist(), equal
         self.whole = bench.normal(BF16, (self.ends[-1], K))
         self.xs = self.parts(self.whole)
         self.name = f"{count} {'equal' if equal else 'unequal'}"  # of a row's operation, with what is done to them
@@ -41,12 +43,15 @@ class Tensors:
         return [whole[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
 
-def operation(recipe: str, fake: bool, amaxes: Any) -> tuple[Callable[[Any, Any], Any], Callable[[Any], Call]]:
-    """A single call of an array with an amax, and the call of a plan that takes the amaxes as they are."""
-    given = (lambda a: {}) if amaxes is None else (lambda a: {"tensor_amax": a})
+def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
+    """The launch for a whole array with its amaxes, by itself: a call's checks would take longer than the kernel of 8 tensors."""
     if fake:
-        return lambda x, a: fp4kit.fake_quantize(x, recipe, **given(a)), lambda p: lambda: p.fake_quantize(keep_amax=True)
-    return lambda x, a: fp4kit.quantize(x, recipe, **given(a)), lambda p: lambda: p.quantize(keep_amax=True)
+        values = x.copy()
+        if r.fake_rule is not None:
+            return lambda: fake_matrix(x, r, amax, values)
+        return lambda: quantize_matrix(x, r, "linear", amax, None, None, None, values=values)
+    q = fp4kit.quantize(x, r, tensor_amax=amax)
+    return lambda: quantize_matrix(x, r, "linear", amax, q.packed, q.block_scale, q.tensor_scale)
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:
@@ -63,51 +68,24 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
             assert_same_bits(result[-32:].get(), fp4kit.fake_quantize(x, recipe, **given), f"{recipe}: values of {i}")
 
 
-def modelopt_loop(bench: Bench, tensors: Tensors, recipe: str, amaxes: Any) -> dict[str, Call]:
-    """Model-Optimizer's quantizers, one a tensor, with their amaxes set."""
-    attributes: dict[str, dict[str, Any]] = {
-        "fp8-modelopt": {"num_bits": (4, 3), "axis": None},
-        "int8-modelopt-channel": {"num_bits": 8, "axis": 0},
-        "nvfp4-modelopt": {"num_bits": (2, 1), "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)}},
-    }
-    if not bench.peers or peers.torch() is None or recipe not in attributes:
-        return {}
-    nn, config = (peers.module(f"modelopt.torch.quantization.{name}") for name in ("nn", "config"))
-    if nn is None or config is None:
-        return {}
-
-    @cache
-    def pairs() -> list[tuple[Any, Any]]:  # made by the first call, so that what fails there is recorded
-        found = []
-        for x, amax in zip(tensors.xs, amaxes, strict=True):
-            if x.size:
-                quantizer = nn.TensorQuantizer(config.QuantizerAttributeConfig(**attributes[recipe])).cuda()
-                limits = peers.tensor(amax.reshape(-1))
-                quantizer.amax = limits.reshape(-1, 1) if amax.ndim else limits.reshape(())
-                found.append((quantizer, peers.tensor(x)))
-        return found
-
-    return {"Model-Optimizer loop": lambda: [quantizer(x) for quantizer, x in pairs()]}
-
-
-def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool) -> None:
-    """A plan with the amaxes as they are, and with the amaxes computed."""
+def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
+    """A plan with the amaxes as they are."""
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
-    single, run_plan = operation(recipe, fake, amaxes)
-    call, name = run_plan(plan), "fake_quantize" if fake else "quantize"
+    method, single = (plan.fake_quantize, fp4kit.fake_quantize) if fake else (plan.quantize, fp4kit.quantize)
+    call, name = partial(method, keep_amax=True), "fake_quantize" if fake else "quantize"
     check(tensors, call(), recipe, amaxes)
     whole_amax = None if amaxes is None else plan.amax_vector if r.tensor_scaling == "row" else fp4kit.amax(tensors.whole)
     traffic = element_bytes(x=BF16) | (element_bytes(values=BF16) if fake else quantized_bytes(recipe))
-    one = Beside("one launch", bench.time(lambda: single(tensors.whole, whole_amax)).us, AT_MOST)
-    pairs = [*zip(tensors.xs, amaxes or [None] * len(tensors.xs), strict=True)]
-    others = {"loop of single calls": lambda: [single(x, a) for x, a in pairs]}
-    others |= modelopt_loop(bench, tensors, recipe, amaxes) if fake else {}
+    one = Beside("one launch", bench.time(one_launch(tensors.whole, r, fake, whole_amax)).us, AT_MOST)
+    others: dict[str, Call] = {}
+    if tensors.equal:
+        pairs = [*zip(tensors.xs, amaxes or [None] * len(tensors.xs), strict=True)]
+        others["loop of single calls"] = lambda: [single(x, recipe, tensor_amax=a) for x, a in pairs]
+        others |= loop.calls(recipe, tensors.xs, amaxes) if fake else {}
     bench.row(f"{name} {tensors.name}", recipe, tensors.whole, traffic, call, beside=one, peers=others)
-    if len(tensors.xs) == COUNTS[2]:
-        host(bench, tensors, recipe, name, plan.fake_quantize if fake else plan.quantize)
-    if amaxes is not None:
-        with_amaxes(bench, tensors, recipe, name, plan.fake_quantize if fake else plan.quantize, traffic)
+    if amaxes is not None and recipe in WITH_AMAX:
+        with_amaxes(bench, tensors, recipe, name, method, traffic)
 
 
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
@@ -118,14 +96,18 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
     bench.row(f"{name} {tensors.name}, amax", recipe, tensors.whole, twice, call, beside=one)
 
 
-def host(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call) -> None:
-    """Time of the host for a step, two launches where amaxes are computed."""
-    bench.row(f"{name} {tensors.name}", recipe, tensors.whole, NO_BYTES, call, kind="host", target_us=HOST_US)
+def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
+    """The amaxes of all tensors."""
+    plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt")
+    for i, amax in enumerate(plan.amax()):
+        assert_same_bits(amax.get(), fp4kit.amax(tensors.xs[i]).get(), f"amax of {i}")
+    one = Beside("one launch", bench.time(lambda: fp4kit.amax(tensors.whole)).us, AT_MOST)
+    bench.row(f"amax {tensors.name}", "fp8-modelopt", tensors.whole, element_bytes(x=BF16), plan.amax, beside=one)
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
     """The backward pass with a clip mask."""
-    whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole)
+    whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
     one = bench.time(lambda: fp4kit.fake_quantize_backward(grad, whole, "fp8-modelopt", amax=amax, pass_through=False)).us
@@ -139,17 +121,29 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
     )
 
 
+def host(bench: Bench) -> None:
+    """Time of the host for a step, which does not depend on the sizes: two launches where amaxes are computed."""
+    tensors = Tensors(bench, STEP, False, (16, EXPERT[1]))
+    for recipe in (*FAKE, CODES[0]):
+        plan = fp4kit.GroupedPlan(tensors.xs, recipe)
+        name, call = ("quantize", plan.quantize) if recipe in CODES[:1] else ("fake_quantize", plan.fake_quantize)
+        call()
+        bench.row(f"{name} {tensors.name}", recipe, tensors.whole, NO_BYTES, call, kind="host", target_us=HOST_US)
+
+
 def run(bench: Bench) -> None:
-    """Experts of one size and of unequal sizes, some of them empty."""
-    for count in COUNTS[::2] if bench.quick else COUNTS:
-        for equal in (True, False):
-            bench.release()
-            tensors = Tensors(bench, count, equal)
-            for recipe in FAKE:
-                grouped(bench, tensors, recipe, True)
-            for recipe in CODES:
-                grouped(bench, tensors, recipe, False)
-            clipped(bench, tensors)
+    """Experts of unequal sizes, one of them empty; then of one size, when what Model-Optimizer compiles is there."""
+    loop = Loop(bench)
+    host(bench)
+    for count, equal in [*((n, False) for n in UNEQUAL), *((n, True) for n in EQUAL)]:
+        bench.release()
+        tensors = Tensors(bench, count, equal)
+        for recipe in FAKE:
+            grouped(bench, tensors, recipe, True, loop)
+        for recipe in CODES:
+            grouped(bench, tensors, recipe, False, loop)
+        amaxes_alone(bench, tensors)
+        clipped(bench, tensors)
 
 
 if __name__ == "__main__":
