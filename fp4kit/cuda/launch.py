@@ -61,10 +61,10 @@ def _quantize_function(
 
 
 def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, layout: str, device: int) -> int:
-    """Thread blocks for a matrix: as many as keep its elements busy once, or where each makes a table first, what was fastest.
+    """Thread blocks for a matrix: as many as keep its elements busy once; where each prepares something, what was fastest.
 
-    H200, 16384 x 16384 bfloat16, 2026-11-21: nvfp4-te with 16, 24, 64, 96 a multiprocessor 0.97, 0.99, 1.01, 1.01 of a
-    copy, 0.91, 0.97, 0.99, 1.00 with swizzled scales.
+    H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01, 1.02;
+    0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for: 1.03, 0.99.
     """
     file = kind_of(r)
     if file == "quantize_tile":
@@ -72,7 +72,8 @@ def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, layout: str, devi
         return grid(-(-rows // r.block_rows) * wide, device)
     rows, _ = padded_shape((rows, columns), layout)  # threads go through the padding too
     work = -(-rows * (-(-columns // 16) * 16) * dtype.itemsize // (THREAD_BYTES * THREADS))
-    return grid(work, device, 96 if has_table(r) else WHOLE)
+    prepares = has_table(r) or layout != "linear" or (file == "quantize" and r.tensor_scaling == "row")
+    return grid(work, device, 96 if prepares else WHOLE)
 
 
 def whole_runs(x: Any, values: Any, rows: int, columns: int) -> bool:
