@@ -85,12 +85,12 @@ def test_amax(host, case):
 # ---- these tests can fail -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
-    "one part too few": ("grouped.cuh", "i < count; i", "i + 1 < count; i", AMAX[0], r"amax of \d: 1 of 1 differ"),
+    "one part too few": ("grouped.cuh", "turn < count; turn", "turn + 1 < count; turn", AMAX[0], r"amax of \d: 1 of 1 differ"),
     "the member before": ("grouped.cuh", "% kFew] <= i", "% kFew] < i", AMAX[0], r"amax of \d: 1 of 1 differ|stopped"),
     "the first member": ("grouped.cuh", "group.members + part.member", "group.members", LARGE, r"amax of \d+: 1 of 1 differ"),
     "the next member too soon": (
         "grouped.cuh",
-        "if (i + gridDim.x < count) __syncthreads();  // before",
+        "if (turn + gridDim.x < count) __syncthreads();  // before",
         "//",
         LARGE_QUANTIZE,
         "depends on the grid|a kernel was stopped",

@@ -1,12 +1,13 @@
 // A group: the same operation on many tensors in one launch.
 //
-// A Member describes each tensor, and the work is cut into pieces. A piece belongs to one tensor and is about as large as any other,
-// so thread blocks have equal work whatever the sizes of the tensors, and what a thread block prepares for a tensor (its scale, a
-// table of factors) serves the whole piece.
+// A Member describes each tensor, and the work is cut into pieces. A piece belongs to one tensor and is about as large as any
+// other, so thread blocks have equal work whatever the sizes of the tensors, and what a thread block prepares for a tensor (its
+// scale, a table of factors) serves the whole piece.
 //
-// A large group is a table in device memory: members, and behind them a Part for each piece. To read a load that depends on a load
-// before the first of the work takes 2 us where no cache has them yet: nothing for a large group, 5% of 8 tensors of 1856 x 2688
-// (H200, 2026-11-21). So the members of a small group are arguments of the kernel, as near as those of a single tensor.
+// A large group is a table in device memory: members, and behind them a Part for each piece. A load that depends on a load,
+// before the first of the work, takes 1 to 2 us where no cache has them yet: nothing for a large group, 4% of 8 tensors of
+// 1856 x 2688 (H200, 2026-11-21). So the members of a small group are arguments of the kernel, as near as those of a single
+// tensor.
 #pragma once
 
 #include "types.cuh"
@@ -40,31 +41,34 @@ struct GroupOf { using Type = Group<Arguments>; };
 template <class Arguments>
 struct GroupOf<Arguments, true> { using Type = SmallGroup<Arguments>; };
 
-// body(arguments, grid, aligned) of every piece; the same in all threads of a block, so bodies may have barriers.
-template <class Arguments, class Body>
+// body(arguments, grid, aligned) of every piece; the same in all threads of a block, so bodies may have barriers. kBackwards: the
+// last pieces first.
+template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_part(const SmallGroup<Arguments>& group, Body body) {
   static_assert(sizeof(group) <= 4096, "arguments of a kernel");
   const u32 count = static_cast<u32>(group.parts);
-  for (u32 i = blockIdx.x; i < count; i += gridDim.x) {
+  for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
+    const u32 i = kBackwards ? count - 1u - turn : turn;
     const u32 found = 31u - __clz(__ballot_sync(0xFFFFFFFFu, group.first[threadIdx.x % kFew] <= i));
     const Member<Arguments>& member = group.members[found];
     body(member.arguments, Grid{i - group.first[found], member.parts}, member.aligned);
-    if (i + gridDim.x < count) __syncthreads();  // before the next piece uses the same shared memory
+    if (turn + gridDim.x < count) __syncthreads();  // before the next piece uses the same shared memory
   }
 }
 
-template <class Arguments, class Body>
+template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_part(const Group<Arguments>& group, Body body) {
   __shared__ Member<Arguments> member;  // without the registers that a copy in each thread takes
   const Part* parts = reinterpret_cast<const Part*>(group.members + group.count);
   constexpr int kWords = sizeof(member) / sizeof(u64);
   const u32 count = static_cast<u32>(group.parts);  // a register less than 64 bits, in all of body
-  for (u32 i = blockIdx.x; i < count; i += gridDim.x) {
+  for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
+    const u32 i = kBackwards ? count - 1u - turn : turn;
     const Part part = parts[i];
     const u64* words = reinterpret_cast<const u64*>(group.members + part.member);
     if (threadIdx.x < kWords) reinterpret_cast<u64*>(&member)[threadIdx.x] = words[threadIdx.x];
     __syncthreads();
     body(member.arguments, Grid{part.index, member.parts}, member.aligned);
-    if (i + gridDim.x < count) __syncthreads();  // before the next piece uses the same shared memory
+    if (turn + gridDim.x < count) __syncthreads();  // before the next piece uses the same shared memory
   }
 }

@@ -24,9 +24,11 @@ from fp4kit.recipes import Recipe
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
 _PART = np.dtype([("member", "u4"), ("index", "u4")])
 FEW = 32  # members of a small group at most: grouped.cuh
-PARTS_PER_SM = 16  # pieces of work for each multiprocessor, where there is little work
-# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes a thread of bfloat16. More than
-# one save work where a piece begins with loads or a table of scales, and make the end uneven. H200, 2026-11-21.
+PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is little work
+# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread. More turns
+# save what a piece begins with (a table of factors, loads of where it is), and make the end uneven. 8 tensors of 1856 x 2688
+# against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10
+# (H200, 2026-11-21).
 FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
@@ -68,7 +70,7 @@ def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PARTS_PER_SM)
-    return np.maximum(-(-elements // int(np.clip(share, min(FEWEST_ELEMENTS, most), most))), 1)
+    return np.maximum(-(-elements // int(np.clip(share, FEWEST_ELEMENTS, most))), 1)
 
 
 def table_of(members: np.ndarray) -> np.ndarray:
@@ -130,7 +132,8 @@ def quantize_group(
     stochastic = seed is not None or any(m.random is not None for m in matrices)
     device, small = first.x.device.id, is_small(matrices)
     function = _quantize_function(r, first.x.dtype, all(whole), small, layout, first.values is not None, stochastic, mask, device)
-    most = FEWEST_ELEMENTS if small and not has_table(r) else MOST_ELEMENTS
+    simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
+    most = FEWEST_ELEMENTS if simple else MOST_ELEMENTS
     parts = parts_of(np.array([m.x.size for m in matrices]), device, most)
     return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
 
