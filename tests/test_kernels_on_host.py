@@ -33,6 +33,7 @@ LAYOUTS += [Quantize(variant("mxfp8-te", columns), layout="swizzled_128x4") for 
 LAYOUTS += [Quantize(RECIPES[id], layout="swizzled_8x4") for id in ("mxfp4-ocp", "mxfp8-te", "nvfp4-te-4over6-mse-448")]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 FAKE = [Quantize(r, dtype, fake=True, misaligned=r in THIRDS[1]) for r, dtype in DTYPES.items() if r.fake_rule is None]
+FAKE += [Quantize(variant("mxfp4-ocp", 256), F32, fake=True)]
 STOCHASTIC = (
     "nvfp4-te",
     "nvfp4-te-2d",
@@ -62,7 +63,8 @@ BY_TABLE = [ByTable(RECIPES[f"nvfp4-{id}"], misaligned=id == TABLED[0]) for id i
 DEQUANTIZE = [Dequantize(r) for r in WITH_CODES] + [Dequantize(r, outputs=(F16, BF16)) for r in THIRDS[2]]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-compressed-tensors"], dtype) for dtype in (F32, F16)]
 DEQUANTIZE += [Dequantize(RECIPES["nvfp4-te-2d"], F32, "swizzled_128x4"), Dequantize(RECIPES["mxfp8-te"], F32, "swizzled_8x4")]
-UNEVEN = Dequantize(RECIPES["fp8-modelopt"])
+DEQUANTIZE += [Dequantize(RECIPES[id], rows=512) for id in ("mxfp8-te", "nvfp4-te-rowscaled", "fp8-modelopt")]
+UNEVEN, FETCHED = Dequantize(RECIPES["fp8-modelopt"]), Dequantize(RECIPES["mxfp8-te"], rows=512)
 AMAX = [Amax(dtype, counted) for dtype in (F32, F16, BF16) for counted in ("all", "no_nan", "finite")]
 AMAX += [Amax(F32, by_row=True), Amax(BF16, "no_nan", by_row=True), Amax(F16, "finite", by_row=True)]
 AMAX += [Amax(dtype, mask=TE_SIGN_MASK) for dtype in (F32, F16, BF16)] + [Amax(BF16, "no_nan", True, 0)]
@@ -104,7 +106,8 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "no barriers": ("quantize_tile.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
     "no margin around equal errors": ("four_over_six_table.cuh", "24u << 8", "1u", BY_TABLE[0], "differ"),
     "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", BY_TABLE[-1], "differ"),
-    "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - places[k].column)", "kRun", UNEVEN, "buffer-overflow"),
+    "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
+    "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 
 

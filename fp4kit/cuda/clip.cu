@@ -2,11 +2,10 @@
 #include "memory.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // runs that a thread loads before it uses the first
 
-// Elements of a run: 16 bytes of the narrower type, so that a warp reads and writes whole lines of it.
+// Elements of a run: 16 bytes of the wider type, so that a warp reads and writes whole lines of it.
 template <class In, class GradIn>
-constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 8 ? 4 : 8;
+constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 
 struct Arguments {
   const void* grad;   // count elements of the gradient's type, contiguous
@@ -44,32 +43,20 @@ FP4KIT_DEVICE void clip_elements(const Arguments& a, i64 first, i64 last) {
   }
 }
 
-// Runs at multiples of 16 bytes, each within what one amax covers.
+// Runs at multiples of 16 bytes, each within what one amax covers: one a thread, for more in flight is slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const Arguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
   const i64 runs = a.count / kRun, covered_runs = a.covered >= a.count ? runs : a.covered / kRun;
-  for (i64 start = grid.block * kThreads * kUnroll; start < runs; start += grid.blocks * kThreads * kUnroll) {
-    Run<In, kRun> x[kUnroll];
-    Run<GradIn, kRun> grad[kUnroll];
-    float amax[kUnroll];
+  for (i64 run = first_item(grid); run < runs; run += item_stride(grid)) {
+    const Run<In, kRun> x = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + run * kRun);
+    Run<GradIn, kRun> grad = read_run<GradIn, kRun>(static_cast<const typename GradIn::Bits*>(a.grad) + run * kRun);
+    const float amax = a.amax[covered_runs == runs ? 0 : quotient(run, covered_runs, runs)];
+    bool inside[kRun];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const i64 run = minimum(start + k * kThreads + threadIdx.x, runs - 1), first = run * kRun;
-      x[k] = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + first);
-      grad[k] = read_run<GradIn, kRun>(static_cast<const typename GradIn::Bits*>(a.grad) + first);
-      amax[k] = a.amax[covered_runs == runs ? 0 : quotient(run, covered_runs, runs)];
-    }
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
-      const i64 run = start + k * kThreads + threadIdx.x;
-      if (run >= runs) break;
-      bool inside[kRun];
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) inside[i] = magnitude_of(element(x[k], i)) <= amax[k];
-      mask_run<GradIn>(grad[k], inside);
-      store_words(static_cast<typename GradIn::Bits*>(a.out) + run * kRun, grad[k].w);
-    }
+    for (int i = 0; i < kRun; ++i) inside[i] = magnitude_of(element(x, i)) <= amax;
+    mask_run<GradIn>(grad, inside);
+    store_words(static_cast<typename GradIn::Bits*>(a.out) + run * kRun, grad.w);
   }
 }
 

@@ -1,5 +1,6 @@
-// dequantize: codes and scales to values. A thread takes as many codes as make 16 bytes of values, so that a warp stores whole lines, and
-// loads the codes of a few such runs first. A run never crosses a block; rows without blocks end anywhere, one element at a time.
+// dequantize: codes and scales to values. A thread takes runs of as many codes as make 16 bytes of values, so that a warp stores
+// whole lines, and two of them, for with more the thread blocks are slower together. A run never crosses a block; rows without
+// blocks end anywhere, one element at a time.
 #include "block.cuh"
 #include "layout.cuh"
 #include "pack.cuh"
@@ -12,41 +13,41 @@ struct Arguments {
   void* values;              // rows x columns of the output type
   const float* tensor_amax;  // by R::kTensorScaling (null without)
   i64 rows, columns;
+  i64 ahead;  // pieces of the codes from one that is read to one that is fetched into the L2
 };
 
 template <class R, class Out>
 struct Runs {
-  static constexpr int kRun = 16 / sizeof(typename Out::Bits), kUnroll = 32 / kRun;
+  static constexpr int kRun = 16 / sizeof(typename Out::Bits), kUnroll = 2;
   static constexpr int kPerByte = 8 / R::Element::kStoredBits, kBytes = kRun / kPerByte;
   static constexpr bool kOneScale = R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
   static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
 };
 
-// Where a run is: its row and its first column; in one long row where the row does not matter.
+// Where a run is: its row, and its number in the row; in one long row where the row does not matter.
 struct Place {
-  u32 row;
-  i64 column;
+  u32 row, run;
 };
 
-// Decode what the codes of a run are worth, times their scale, and store it.
+// What the codes of a run are worth, times their scale.
 template <class R, class Out>
-FP4KIT_DEVICE void decode_run(u64 codes, float scale, typename Out::Bits* y) {
+FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
   constexpr int kRun = Runs<R, Out>::kRun;
   constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
   if constexpr (kE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
-    u32 pairs[4];
-    decode_pairs_e2m1<8>(static_cast<u32>(codes), pairs);
+    Run<Out, kRun> run;
+    decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
     const u32 half = bits_of(scale) >> 16;  // exact: a power of two, NaN or infinity
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = R::DecodeRule::apply_pair(pairs[i], half | half << 16);
-    store_words(y, pairs);
+    for (int i = 0; i < run.kWords; ++i) run.w[i] = R::DecodeRule::apply_pair(run.w[i], half | half << 16);
+    return run;
   } else {
     float values[kRun];
     decode_values<typename R::Element>(codes, values);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], scale);
-    store_run<Out, kRun, true>(y, values);
+    return narrow_run<Out>(values);
   }
 }
 
@@ -63,9 +64,22 @@ FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, float sc
 // The bytes of a run, in the low end.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
-  if constexpr (kBytes == 8) return *reinterpret_cast<const u64*>(in);
-  if constexpr (kBytes == 4) return *reinterpret_cast<const u32*>(in);
-  return *reinterpret_cast<const u16*>(in);
+  if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));
+  if constexpr (kBytes == 4) return load_streaming(reinterpret_cast<const u32*>(in));
+  return load_streaming(reinterpret_cast<const u16*>(in));
+}
+
+// Fetch a piece of kStep whole runs that comes a.ahead pieces behind the one that begins with run `start`: when it is read, it is
+// near, and the memory has read it in one go. Scales go with it where they lie in the order of the codes.
+template <class R, class Out, u32 kStep>
+FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {
+  using Way = Runs<R, Out>;
+  const u64 next = start + kStep * static_cast<u64>(a.ahead);
+  if (next + kStep >= runs) return;
+  prefetch_l2<kStep * Way::kBytes>(a.packed + next * Way::kBytes);
+  constexpr u32 kScales = kStep * Way::kRun / R::kBlock;
+  if constexpr (R::kHasScales && R::kLayout == ScaleLayout::linear && kScales % 16 == 0)
+    prefetch_l2<kScales>(a.scales + next * Way::kRun / R::kBlock);
 }
 
 // Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
@@ -81,38 +95,43 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1);
   const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, Original>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   if constexpr (Way::kTable) {
-    if (threadIdx.x < 256) table[threadIdx.x] = R::DecodeRule::template scale<R>(threadIdx.x, whole_scale);
+    table[threadIdx.x] = R::DecodeRule::template scale<R>(threadIdx.x, whole_scale);
     __syncthreads();
   }
+  const bool fetches = even && reinterpret_cast<u64>(a.packed) % 16 == 0 && reinterpret_cast<u64>(a.scales) % 16 == 0;
   constexpr u32 kStep = kThreads * Way::kUnroll;
   for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
+    if (fetches && threadIdx.x == 0) fetch_ahead<R, Out, kStep>(a, start, runs);
+    const u32 mine = start + threadIdx.x / 32 * (32 * Way::kUnroll) + threadIdx.x % 32;
+    Place place{Way::kFlat ? 0u : mine / row_runs, mine};
+    place.run -= place.row * row_runs;
     u64 codes[Way::kUnroll];
-    float scales[Way::kUnroll];
-    Place places[Way::kUnroll];
     u32 scale_codes[Way::kUnroll];
+    Place places[Way::kUnroll];
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
-      const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1);
-      const u32 row = Way::kFlat ? 0u : run / row_runs;
-      places[k] = {row, static_cast<i64>(run - row * row_runs) * kRun};
-      const u32 block = R::kHasBlocks ? (run - row * row_runs) / (R::kBlock / kRun) : 0u;
-      const i64 first = row * columns + places[k].column;
-      codes[k] = even && places[k].column + kRun <= columns ? load_bytes<Way::kBytes>(a.packed + first / Way::kPerByte) : 0u;
-      scale_codes[k] = R::kHasScales ? a.scales[scale_offset<R::kLayout>(row, block, blocks)] : 0u;
-      if constexpr (!Way::kTable) {
-        const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, Original>(a.tensor_amax, row, block, blocks);
-        scales[k] = R::DecodeRule::template scale<R>(scale_codes[k], t);
+      places[k] = place;
+      if (mine + 32 * k < runs) {
+        const i64 column = static_cast<i64>(place.run) * kRun, first = place.row * columns + column;
+        codes[k] = even && column + kRun <= columns ? load_bytes<Way::kBytes>(a.packed + first / Way::kPerByte) : 0u;
+        const u32 block = R::kHasBlocks ? place.run / (R::kBlock / kRun) : 0u;
+        scale_codes[k] = R::kHasScales ? a.scales[scale_offset<R::kLayout>(place.row, block, blocks)] : 0u;
       }
+      place.run += 32;
+      for (; !Way::kFlat && place.run >= row_runs; ++place.row) place.run -= row_runs;
     }
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
-      if (start + k * kThreads + threadIdx.x >= runs) break;
-      const float scale = Way::kTable ? table[scale_codes[k]] : scales[k];
-      const i64 first = places[k].row * columns + places[k].column;
-      if (even && places[k].column + kRun <= columns) {
-        decode_run<R, Out>(codes[k], scale, static_cast<typename Out::Bits*>(a.values) + first);
+      if (mine + 32 * k >= runs) break;
+      const i64 column = static_cast<i64>(places[k].run) * kRun, first = places[k].row * columns + column;
+      const u32 block = R::kHasBlocks ? places[k].run / (R::kBlock / kRun) : 0u;
+      const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, Original>(a.tensor_amax, places[k].row, block, blocks);
+      const float scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
+      if (even && column + kRun <= columns) {
+        const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);
+        store_streaming(static_cast<typename Out::Bits*>(a.values) + first, y.w[0], y.w[1], y.w[2], y.w[3]);
       } else {
-        decode_end<R, Out>(a, first, static_cast<int>(minimum<i64>(kRun, columns - places[k].column)), scale);
+        decode_end<R, Out>(a, first, static_cast<int>(minimum<i64>(kRun, columns - column)), scale);
       }
     }
   }

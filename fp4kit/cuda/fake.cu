@@ -5,7 +5,9 @@
 #include "fake.cuh"
 #include "quantize.cuh"
 
-constexpr u32 kFakeUnroll = 4;
+// Two runs a thread are the fastest, unless a thread block makes a table or has a division for every row first.
+template <class R>
+constexpr u32 kFakeUnroll = R::kHasBlocks && !R::kHasTable ? 2 : 4;
 
 // Elements of a run: more where 32 threads would not do for a block.
 template <class R, class In>
@@ -76,22 +78,22 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
-  constexpr u32 kSharers = R::kBlock / kRun, kStep = kThreads * kFakeUnroll;
+  constexpr u32 kSharers = R::kBlock / kRun, kStep = kThreads * kFakeUnroll<R>;
   __shared__ FakeScale table[R::kHasTable ? kThreads : 1];
   const u32 row_runs = static_cast<u32>(a.columns / kRun), runs = static_cast<u32>(a.rows) * row_runs;
   const float whole_amax = R::kTensorScaling == TensorScaling::tensor ? a.tensor_amax[0] : 1.0f;
   make_scale_table<R>(table, whole_amax);
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
-    Run<In, kRun> x[kFakeUnroll];
+    Run<In, kRun> x[kFakeUnroll<R>];
 #pragma unroll
-    for (u32 k = 0; k < kFakeUnroll; ++k) {
+    for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x;
       const typename In::Bits* at = static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun;
       x[k] = run < runs ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
     }
 #pragma unroll
-    for (u32 k = 0; k < kFakeUnroll; ++k) {
+    for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = start + k * kThreads + threadIdx.x, block = run / kSharers;
       const u32 largest = largest_bits_of(x[k]), found = amax_bits_of_block<R>(x[k], largest);
       if (run >= runs) continue;
@@ -109,16 +111,16 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
-  constexpr u32 kStep = kThreads * kFakeUnroll;
+  constexpr u32 kStep = kThreads * kFakeUnroll<R>;
   constexpr bool kByRow = R::kTensorScaling == TensorScaling::row;
   const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
   FakeScale s = kByRow ? FakeScale{} : fake_scale<R, In>(1.0f, a.tensor_amax[0], nullptr);
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
-    Run<In, kRun> x[kFakeUnroll];
-    u32 rows[kFakeUnroll], columns[kFakeUnroll];  // of the run, counted in runs
+    Run<In, kRun> x[kFakeUnroll<R>];
+    u32 rows[kFakeUnroll<R>], columns[kFakeUnroll<R>];  // of the run, counted in runs
 #pragma unroll
-    for (u32 k = 0; k < kFakeUnroll; ++k) {
+    for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1);
       rows[k] = kByRow ? run / row_runs : 0u;
       columns[k] = run - rows[k] * row_runs;
@@ -127,7 +129,7 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
       x[k] = column + kRun <= a.columns ? read_run<In, kRun, kAligned>(at) : Run<In, kRun>{};
     }
 #pragma unroll
-    for (u32 k = 0; k < kFakeUnroll; ++k) {
+    for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       if (start + k * kThreads + threadIdx.x >= runs) break;
       if (kByRow && (k == 0 || rows[k] != rows[k - 1])) s = fake_scale<R, In>(1.0f, a.tensor_amax[rows[k]], nullptr);
       const i64 column = static_cast<i64>(columns[k]) * kRun, first = rows[k] * a.columns + column;

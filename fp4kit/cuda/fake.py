@@ -9,14 +9,22 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, check_count, grid
-from fp4kit.cuda.launch import LAUNCHES, QUANTIZE, QUANTIZE_POINTERS, rows_and_columns, whole_runs
+from fp4kit.cuda.launch import (
+    LAUNCHES,
+    MOST_RUNS,
+    QUANTIZE,
+    QUANTIZE_POINTERS,
+    VALUE_RUNS,
+    rows_and_columns,
+    value_blocks,
+    whole_runs,
+)
 from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
 from fp4kit.recipes import Recipe
 
 CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("count", "i8"), ("covered", "i8")])
 NARROWEST, WIDEST = 16, 512  # blocks of which the threads of a warp find the amax
-THREAD_BYTES = 64  # of x, which a thread loads at a time
 
 
 def takes_blocks(r: Recipe) -> bool:
@@ -36,8 +44,8 @@ def fake_launch(r: Recipe, dtype: np.dtype, shape: tuple[int, int], whole: bool,
     """What fake-quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and 0."""
     rows, columns = rows_and_columns(shape, r)
     check_count(rows * columns)
-    work = rows * -(-columns * dtype.itemsize // THREAD_BYTES)
-    return Launch(_function(r, dtype, whole, device), grid(-(-work // THREADS), device, UNLIMITED), QUANTIZE, rows, columns)
+    blocks = value_blocks(rows, columns, dtype, VALUE_RUNS if r.block and not has_table(r) else MOST_RUNS)
+    return Launch(_function(r, dtype, whole, device), grid(blocks, device, UNLIMITED), QUANTIZE, rows, columns)
 
 
 def fake_matrix(x: Any, r: Recipe, amax: Any, values: Any, block_amax: Any = None) -> None:
@@ -60,8 +68,8 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, device: int) ->
 
 @lru_cache(LAUNCHES)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, whole: bool, count: int, covered: int, device: int) -> Launch:
-    blocks = -(-count * dtype.itemsize // (THREAD_BYTES * THREADS))
-    return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device), CLIP, count, covered)
+    blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
+    return Launch(_clip_function(dtype, grad, whole, device), grid(blocks, device, UNLIMITED), CLIP, count, covered)
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:

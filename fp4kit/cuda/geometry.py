@@ -13,6 +13,7 @@ from fp4kit.cuda import loader
 
 THREADS = 256
 BLOCKS_PER_SM = 16
+MOST_THREADS = 2048  # of a multiprocessor
 MOST_ELEMENTS = 1 << 33  # of one launch
 UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of the work
 
@@ -21,6 +22,11 @@ UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of t
 def multiprocessors(device: int) -> int:
     """Multiprocessors of a device."""
     return int(loader.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
+
+
+def resident(device: int) -> int:
+    """Thread blocks that a device runs at a time, where nothing but their threads limits it."""
+    return multiprocessors(device) * (MOST_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, resident
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
 from fp4kit.layouts import padded_shape
@@ -20,11 +20,13 @@ from fp4kit.recipes import Recipe
 LAUNCHES = 1024  # prepared ones that are kept, of each kind: they depend on the shapes
 WHOLE = 1 << 16  # thread blocks a multiprocessor: no thread has to loop
 THREAD_BYTES = 64  # of elements that a thread of quantize loads before it uses them
+VALUE_RUNS = 2  # of 16 bytes, that a thread of dequantize writes, and of fake_quantize where little is made ready first
+MOST_RUNS = 4  # where more is
 _POINTER = "u8"
 QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out")
 QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
 _DEQUANTIZE = np.dtype(
-    [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [("rows", "i8"), ("columns", "i8")]
+    [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [(n, "i8") for n in ("rows", "columns", "ahead")]
 )
 AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
 
@@ -60,7 +62,12 @@ def _quantize_function(
     return loader.function(source, f"{file}_kernel", device)
 
 
-def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, layout: str, device: int) -> int:
+def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
+    """Thread blocks that write a matrix, `runs` of 16 bytes a thread."""
+    return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
+
+
+def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, layout: str, fake: bool, device: int) -> int:
     """Thread blocks for a matrix: as many as keep its elements busy once; where each prepares something, what was fastest.
 
     H200, 16384 x 16384 bfloat16, 2026-11-21, of a copy: with 16, 24, 64, 96 a multiprocessor nvfp4-te 0.97, 0.99, 1.01, 1.02;
@@ -70,6 +77,8 @@ def _grid(r: Recipe, dtype: np.dtype, rows: int, columns: int, layout: str, devi
     if file == "quantize_tile":
         wide = -(-(columns // r.block_size) // (THREADS // r.block_rows))
         return grid(-(-rows // r.block_rows) * wide, device)
+    if fake and r.block and r.apply != "divide":
+        return grid(value_blocks(rows, columns, dtype, VALUE_RUNS), device, WHOLE)
     rows, _ = padded_shape((rows, columns), layout)  # threads go through the padding too
     work = -(-rows * (-(-columns // 16) * 16) * dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or layout != "linear" or (file == "quantize" and r.tensor_scaling == "row")
@@ -103,7 +112,7 @@ def quantize_launch(
         blocks = grid(-(-work // TABLE_THREADS), device, TABLE_BLOCKS)
         return Launch(function, blocks, QUANTIZE, rows, columns, threads=TABLE_THREADS)
     function = _quantize_function(kind_of(r), r, dtype, whole, layout, fake, stochastic, mask, device)
-    return Launch(function, _grid(r, dtype, rows, columns, layout, device), QUANTIZE, rows, columns)
+    return Launch(function, _grid(r, dtype, rows, columns, layout, fake, device), QUANTIZE, rows, columns)
 
 
 def quantize_matrix(
@@ -142,8 +151,8 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
-    blocks = grid(-(-rows * -(-columns // 8) * 8 // (32 * THREADS)), device, WHOLE)
-    return Launch(_dequantize_function(r, layout, original, dtype, device), blocks, _DEQUANTIZE, rows, columns)
+    function, blocks = _dequantize_function(r, layout, original, dtype, device), value_blocks(rows, columns, dtype, VALUE_RUNS)
+    return Launch(function, grid(blocks, device, WHOLE), _DEQUANTIZE, rows, columns, resident(device))
 
 
 def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:

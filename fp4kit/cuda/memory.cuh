@@ -12,11 +12,15 @@ struct Run {
   u32 w[kWords];
 };
 
-// kAligned: x is a multiple of 16 bytes.
+// kAligned: x is a multiple of 16 bytes, or of the run's.
 template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
-  if constexpr (kAligned) {
+  if constexpr (kAligned && run.kWords == 2) {
+    const u64 both = *reinterpret_cast<const u64*>(x);
+    run.w[0] = static_cast<u32>(both);
+    run.w[1] = static_cast<u32>(both >> 32);
+  } else if constexpr (kAligned) {
 #pragma unroll
     for (int i = 0; i < run.kWords / 4; ++i) {
       const Chunk chunk = reinterpret_cast<const Chunk*>(x)[i];

@@ -7,9 +7,10 @@
 
 template <class R, class In>
 struct Rows {
-  static constexpr int kRun = R::kFake ? 8 : 16;   // values are stored 16 bytes a thread: whole lines a warp
+  // Values are stored 16 bytes a thread: whole lines a warp.
+  static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
-  static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
+  static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
   static constexpr int kStep = kThreads * kUnroll;  // runs that a thread block has in hand
   static constexpr bool kLanesFit = (kLanes & (kLanes - 1)) == 0 && kLanes <= 32;
   static constexpr bool kShort = ShortWay<R, In>::kExists && kLanesFit;

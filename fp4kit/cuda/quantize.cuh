@@ -40,9 +40,13 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
 #pragma unroll
   for (int i = 0; i < kRun; i += kWhole) {
     const Words words = stream_words(a.seed, static_cast<u64>(first + i) / 16);
-    const int half = kRun < 16 && first % 16 ? 2 : 0;
+    u32 w[4] = {words.w[0], words.w[1], words.w[2], words.w[3]};
+    if constexpr (kRun < 16) {  // the words that the run begins at, to the front
+      if (first & 8) w[0] = w[2], w[1] = w[3];
+      if (kRun < 8 && first & 4) w[0] = w[1];
+    }
 #pragma unroll
-    for (int j = 0; j < kWhole; ++j) bytes[i + j] = (half ? words.w[(j / 4 + 2) % 4] : words.w[j / 4]) >> (8 * (j % 4)) & 0xFFu;
+    for (int j = 0; j < kWhole; ++j) bytes[i + j] = w[j / 4] >> (8 * (j % 4)) & 0xFFu;
   }
 }
 

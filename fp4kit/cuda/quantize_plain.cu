@@ -4,7 +4,8 @@
 
 template <class R, class In>
 struct Runs {
-  static constexpr int kRun = R::kFake ? 8 : 16, kUnroll = 64 / (kRun * sizeof(typename In::Bits));
+  static constexpr int kRun = 16 / (R::kFake ? sizeof(typename In::Bits) : 1);  // 16 bytes of values a thread: whole lines a warp
+  static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
 // Quantize `count` elements from number `first` on, of any values.

@@ -224,12 +224,13 @@ class Dequantize:
     dtype: np.dtype = BF16  # of the array that was quantized
     layout: str = "linear"
     outputs: tuple[np.dtype, ...] = (F32,)
+    rows: int = 64  # with 512 codes are fetched ahead, too
 
     def __str__(self) -> str:
-        return f"{self.recipe.id}-{self.dtype}-{self.layout}-to-{'-'.join(map(str, self.outputs))}"
+        return f"{self.recipe.id}-{self.dtype}-{self.layout}-to-{'-'.join(map(str, self.outputs))}{'-large' * (self.rows > 64)}"
 
     def run(self) -> Iterator[Result]:
-        for shape in ((64, 256), (3, 3 * self.recipe.block_size) if self.recipe.block else (5, 38)):
+        for shape in ((self.rows, 256), (3, 3 * self.recipe.block_size) if self.recipe.block else (5, 38)):
             for amax in self.amaxes():
                 q = random_codes(self, shape, amax)
                 for dtype in self.outputs:
