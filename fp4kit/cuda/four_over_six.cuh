@@ -51,39 +51,44 @@ FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   return R::kSquaredError ? difference * difference : fabsf(difference);
 }
 
-// visit(x) for the elements of a run in their order, in little code: unrolled, what is rarely needed would first have to be read from
-// memory. The run is turned, because registers have no index, and is what it was in the end.
-template <class In, int kCount, class Visit>
+// visit(x) for the elements of a run in their order. Not kUnrolled: in little code, because what is rarely needed has to be read from
+// memory first; the run is turned, as registers have no index, and is what it was in the end.
+template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
+  if constexpr (kUnrolled) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) visit(element(run, i));
+  } else {
 #pragma unroll 1
-  for (int word = 0; word < run.kWords; ++word) {
+    for (int word = 0; word < run.kWords; ++word) {
 #pragma unroll
-    for (int i = 0; i < run.kPerWord; ++i) visit(element(run, i));
-    const u32 first = run.w[0];
+      for (int i = 0; i < run.kPerWord; ++i) visit(element(run, i));
+      const u32 first = run.w[0];
 #pragma unroll
-    for (int i = 1; i < run.kWords; ++i) run.w[i - 1] = run.w[i];
-    run.w[run.kWords - 1] = first;
+      for (int i = 1; i < run.kWords; ++i) run.w[i - 1] = run.w[i];
+      run.w[run.kWords - 1] = first;
+    }
   }
 }
 
 // Sum of the errors of elements under a scale, in their order.
-template <class R, class In>
+template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
   float error = 0.0f;
-  for_each_element(run, [&](float x) {
+  for_each_element<kUnrolled>(run, [&](float x) {
     error = error + error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t);
   });
   return error;
 }
 
 // Codes of a run under the chosen scale, the first in the lowest bits.
-template <class R, class In>
+template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer leaves a zero block early
   const float factor = candidate_factor<R>(decode_scale<R>(scale_code), t);
   u64 codes = 0u;
-  for_each_element(run, [&](float x) {
+  for_each_element<kUnrolled>(run, [&](float x) {
     codes = codes >> 4 | static_cast<u64>(encode_element<R>(multiply<R>(x, factor))) << 60;
   });
   return codes;

@@ -6,16 +6,18 @@
 // 448. So a table of a pair has an entry for each bfloat16 from a quarter to 6.4 times the first scale; below, all codes are 0.
 //
 // An entry is the difference of the errors, four's - six's, as an integer in units of kStep, times 256; its low byte has six's code in
-// bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but for kSlack units around zero: entries
-// are rounded to half a unit, the codes below add less than 8, and the specification's sums are rounded 30 times to 2^-24 of at most 40.
+// bits 0 ... 2, four's in bits 4 ... 6. The sum of a block's entries says which error is less, but for kSlack units around zero:
+//   8.8 units   16 entries are off by half a unit, and by roundings of differences of 1.5 at most
+//   9.8 units   the specification's sums, of 16 and 25.9 at most, are rounded 15 times each, to 2^-24 of them
+//   7.5 units   the codes below, upward only
 #pragma once
 
 #include "four_over_six.cuh"
 
 constexpr int kEntries = 611;  // of a pair: 4 octaves, 97 significands of the fifth, one below a quarter, and rounding
 constexpr float kStepsOfOne = 0x1p18f;  // of the first scale's unit, or its square: 16 differences of 1.5 at most stay below 2^23
-constexpr u32 kSlack = 24u << 8;
-constexpr u32 kSquareSlack = 448u;  // of 16 sums without their low bytes
+constexpr u32 kSlack = 28u << 8;
+constexpr u32 kSquareSlack = 480u;  // of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112
 
 // Pairs of scales: significand of the first, and how many codes the second is above it.
 struct Pair { u8 first, above; };
@@ -40,7 +42,7 @@ struct alignas(16) PairTable {
     u32 parts[kParts];         // after that: what threads tell each other
   };
   Place places[kKeys];
-  u32 entries[kPairs * kEntries + 1];  // the last is for blocks of zeros
+  u32 entries[kPairs * kEntries];
 };
 
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) { return (six & 7u) * 8u + (four - six); }
@@ -69,6 +71,11 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
     table.places[kPairsOfScales[i].first * 8 + kPairsOfScales[i].above] = {static_cast<i32>(i * kEntries - pair.below), static_cast<i32>(i * kEntries)};
   }
   __syncthreads();
+  if (threadIdx.x == 0u) {  // one scale: the first wins. Both 448: six's codes are those of any pair of this first scale. Both 0: no code
+    table.places[key_of(126u, 126u)] = table.places[6 * 8 + 4];
+    table.places[key_of(0u, 0u)] = {-0x4000, 0};
+  }
+  __syncthreads();
 }
 
 template <class R>
@@ -92,19 +99,15 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
     const u32 pair = i / kEntries;
     table.entries[i] = entry_of<R>(table.pairs[pair], table.pairs[pair].below + (i - pair * kEntries), t);
   }
-  if (threadIdx.x == 0u) {  // both scales are 0, and the first is better by far
-    table.entries[kPairs * kEntries] = kSlack;
-    table.places[0] = {-0x4000, kPairs * kEntries};
-  }
   __syncthreads();
 }
 
 // Whether the table has a block: base is what its first scale is rounded from. False for NaN.
-FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t, u32 six, u32 four) {
-  return amax <= t.amax && ((base >= 0x1p-6f && six != four) || amax == 0.0f);
+FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
+  return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }
 
-// Entries of a run, and their sum.
+// Entries of a run, and their sum, or a sum that says six where both scales are one.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const Place place = table.places[key_of(six, four)];
@@ -119,7 +122,7 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
     entries[2 * i + 1] = *reinterpret_cast<const u32*>(memory + (places >> 14));  // the low half is below 2^14
     sum += entries[2 * i] + entries[2 * i + 1];
   }
-  return sum;
+  return six == four ? 1u << 16 : sum;
 }
 
 // Codes of eight elements of entries, six's or four's, without their signs.

@@ -17,7 +17,7 @@ template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t, Lookup<R>& found) {
   const float sixth = quotient_by(amax, 6.0f, kInv6);
   scales_of<R>(sixth, t, found.six, found.four);
-  if (!is_in_table(amax, multiply<R>(sixth, t.encode), t, found.six, found.four)) return false;
+  if (!is_in_table(amax, multiply<R>(sixth, t.encode), t)) return false;
   found.sum = look_up(table, x, found.six, found.four, found.entries);
   return true;
 }
@@ -134,12 +134,12 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, 
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
     errors[0] = errors[1];
-    errors[1] = group.sum_in_order(sum_errors<R>(run, k == 0 ? six : four, t));
+    errors[1] = group.sum_in_order(sum_errors<R, true>(run, k == 0 ? six : four, t));
   }
   group.sync();
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
-  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R>(run, amax, scale, t), scale, t);
+  store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R, true>(run, amax, scale, t), scale, t);
   a.scales[scale_offset<R::kLayout>(spot.row, spot.block, spot.blocks)] = scale;
 }
 

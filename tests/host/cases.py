@@ -185,11 +185,11 @@ class ByTable(Guards):
         return f"{super().__str__()}-table"
 
     def run(self) -> Iterator[Result]:
-        few = np.round(np.random.default_rng(4).standard_normal((64, 2048)) * 4) / 4
+        few = np.round(np.random.default_rng(4).standard_normal((64, 2048)).clip(-4, 4) * 4) / 4
         with patch.object(launch, "TABLE_LEAST", 0):
             yield from super().run()
             yield from Quantize.run(self)
-            yield from self.compare(few.astype(self.dtype), 0, np.float32(5.3))
+            yield from self.compare(few.astype(self.dtype), 0, np.float32(4.0))  # errors differ by roundings
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
