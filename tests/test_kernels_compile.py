@@ -11,6 +11,7 @@ from host.cases_fake import Changed, Clip, Fake, Keep
 from host.cases_grouped import EVERY_KIND, GroupedQuantize
 from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import Partial
+from host.cases_patch import Patch
 from host.harness import recorded
 from inputs import BF16
 
@@ -42,6 +43,11 @@ KINDS = [
     Amax(F32, by_row=True, mask=TE_SIGN_MASK),
     Amax(F16, by_row=True),
     AmaxColumns(BF16),
+    Patch(RECIPES["nvfp4-te"]),
+    Patch(RECIPES["nvfp4-te"], hadamard=True),
+    Patch(RECIPES["mxfp8-te"], F32),
+    Patch(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
+    Patch(RECIPES["mxfp8-te-2d"], F16, fake=True, misaligned=True),
     Partial(RECIPES["nvfp4-te-2d"], F32),
     Partial(RECIPES["mxfp8-te"], BF16),
     Fake(RECIPES["nvfp4-modelopt-fake-cuda"], misaligned=True),

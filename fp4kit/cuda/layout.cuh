@@ -41,6 +41,12 @@ FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   return {down * 8 + byte / 4, column};
 }
 
+// From a scale to that of the next row, in eight rows from a multiple of eight on.
+template <ScaleLayout kLayout, class Index>
+FP4KIT_DEVICE Index scale_row_step(Index columns) {
+  return kLayout == ScaleLayout::linear ? columns : kLayout == ScaleLayout::swizzled_128x4 ? 16 : 4;
+}
+
 // Rows of a matrix of scales, padding included.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 padded_rows(i64 rows) {

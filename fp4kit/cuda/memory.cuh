@@ -4,6 +4,7 @@
 #include "convert.cuh"
 
 struct alignas(16) Chunk { u32 w[4]; };
+struct alignas(8) HalfChunk { u32 w[2]; };
 
 // A run as it lies in memory, in words of 32 bits.
 template <class In, int kCount>
@@ -17,9 +18,9 @@ template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
   if constexpr (kAligned && run.kWords == 2) {
-    const u64 both = *reinterpret_cast<const u64*>(x);
-    run.w[0] = static_cast<u32>(both);
-    run.w[1] = static_cast<u32>(both >> 32);
+    const HalfChunk chunk = *reinterpret_cast<const HalfChunk*>(x);
+    run.w[0] = chunk.w[0];
+    run.w[1] = chunk.w[1];
   } else if constexpr (kAligned) {
 #pragma unroll
     for (int i = 0; i < run.kWords / 4; ++i) {

@@ -72,7 +72,7 @@ FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, Ni
 
 // bfloat16 pairs: 128 + the E2M1 code of |x| * factor, where that product is exact.
 FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
-  const u32 a = fma_bf16x2(pair & 0x7FFF7FFFu, factor, 0x80008000u);
+  const u32 a = fma_bf16x2(abs_bf16x2(pair), factor, 0x80008000u);
   const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }

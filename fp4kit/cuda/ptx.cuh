@@ -337,6 +337,17 @@ FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #endif
 }
 
+// Magnitudes of a pair of bfloat16: an instruction that a product after it takes in.
+FP4KIT_DEVICE u32 abs_bf16x2(u32 a) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  u32 y;
+  asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(a));
+  return y;
+#else
+  return a & 0x7FFF7FFFu;
+#endif
+}
+
 // a * b + c, rounded once.
 FP4KIT_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
@@ -404,6 +415,14 @@ FP4KIT_DEVICE float mul_sat(float a, float b) {
   const float product = a * b;
   return product > 0.0f ? minimum(product, 1.0f) : 0.0f;
 #endif
+}
+
+// The same number, of which the compiler knows nothing: so that it adds to a pointer what it is told to, and does not find other ways.
+FP4KIT_DEVICE u32 opaque(u32 x) {
+#ifdef __CUDA_ARCH__
+  asm("" : "+r"(x));
+#endif
+  return x;
 }
 
 // FP8 codes of two floats, rn, satfinite, NaN 0x7F: `low` in the low byte. Since sm_89.

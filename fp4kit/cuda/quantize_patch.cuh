@@ -1,8 +1,8 @@
-// Patches of a matrix, a thread each: where they lie, their columns as runs, blocks of them, and the staging of codes along columns.
+// Tiles of a matrix, a thread block each, and patches of a tile, a thread each: where they lie, blocks that are not finite, and the
+// staging of codes and scales along columns.
 #pragma once
 
 #include "quantize.cuh"
-#include "square.cuh"
 
 struct PatchArguments {
   const void* x;                   // rows x columns elements, contiguous
@@ -12,57 +12,173 @@ struct PatchArguments {
   const float* tensor_amax;        // one (null without)
   float *tensor_scale, *column_tensor_scale;
   i64 rows, columns;
+  i64 shift;                       // bands of tiles are of 2^shift
 };
 
-constexpr int kSide = 8;  // rows of a patch
+constexpr int kTileRows = 128;
 
 template <class R, class In>
 struct Patches {
-  static constexpr int kSpan = 32 / sizeof(typename In::Bits);  // columns of a patch: 32 bytes
-  static constexpr int kTall = R::kBlock / kSide;               // patches above each other in a warp: the rows of a block
-  static constexpr int kWide = 32 / kTall;                      // patches beside each other
-  static constexpr int kAcross = R::kBlock / kSpan;             // of those, the patches of a block that spans columns
-  static constexpr int kWarps = kThreads / 32;                  // above each other
-  static constexpr int kRows = kWarps * kTall * kSide, kColumns = kWide * kSpan;  // of a tile
-  static constexpr int kBits = R::Element::kStoredBits;
-  static constexpr int kRowWords = kSpan * kBits / 32, kWords = kSide * kBits / 32;  // of the codes of a patch's row, column
-  static constexpr int kColumnWords = kRows * kBits / 32;       // of a tile's column
-  static constexpr int kBlocks = kRows / R::kBlock;             // of a tile's column
   static constexpr bool kSquare = R::kBlockRows > 1;
+  static constexpr int kHigh = kSquare ? 8 : 16;                               // rows of a patch
+  static constexpr int kSpan = kSquare ? 8 : 8 / sizeof(typename In::Bits);    // columns of a patch
+  static constexpr int kTall = R::kBlock / kHigh;   // patches above each other in a warp: the rows of a block
+  static constexpr int kWide = 32 / kTall;          // patches beside each other
+  static constexpr int kAcross = R::kBlock / kSpan;  // of those, the patches of a square block
+  static constexpr int kAbove = kTileRows / (kTall * kHigh), kBeside = kThreads / 32 / kAbove;  // warps
+  static constexpr int kColumns = kBeside * kWide * kSpan;                     // of a tile
+  static constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+  static constexpr int kRowWords = kSpan / kPerWord, kWords = kHigh / kPerWord;  // of the codes of a patch's row, column
+  static constexpr int kColumnWords = kTileRows / kPerWord;                    // of a tile's column
+  static constexpr int kQuads = kColumnWords / 4;
+  static constexpr int kBlocks = kTileRows / R::kBlock;                        // of a tile's column
+  // Whether a tile's elements fit beside its codes in the 48 KiB of shared memory that a thread block has: codes of 8 bits of elements of
+  // 16 do not.
+  static constexpr int kTileBytes = kTileRows * kColumns * sizeof(typename In::Bits), kCodeBytes = kTileRows * kColumns * kBits / 8;
+  static constexpr bool kKeeps = !kSquare && kTileBytes + kCodeBytes < 48 * 1024;
+};
+
+// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in the first cache, where
+// rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and 0.75 from here (H200, 2026-11-21).
+template <class P>
+struct Kept {
+  static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
+  Chunk rows[P::kKeeps ? kTileRows : 1][kRowChunks];
+
+  // Where a chunk of a row lies: lanes that read runs of 2 or 4 chunks each do not meet in a bank.
+  FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
 };
 
 template <class P>
 struct Staging {
-  u32 words[P::kColumnWords][P::kColumns];
-  u8 scales[P::kColumns][P::kBlocks];
+  alignas(16) u32 words[P::kColumnWords][P::kColumns];
+  alignas(16) u8 scales[P::kBlocks][P::kColumns];
 };
 
-// Where a thread is.
-struct Spot {
-  int tall, wide, warp;  // patch in the warp; warp in the block
-  i32 row, column;       // of the patch's first element
+// A tile: where its first element is.
+struct Tile {
+  i32 row, column;
 };
 
-// Where column j of the patches at `wide` lies in row `row` of the staging: the lanes of a warp, which write the same j, hardly meet in
-// a bank.
+// What lies a * b elements after p, where both fit in 32 bits.
+template <class T>
+FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) { return p + static_cast<u64>(a) * b; }
+
+// Bytes of a row of codes.
 template <class P>
-FP4KIT_DEVICE int staged_column(int row, int wide, int j) {
-  constexpr int kGroup = 32 / P::kSpan;  // patches that fill the banks once
-  return wide * P::kSpan + (j ^ (wide / kGroup + P::kWide / kGroup * (row / P::kWords % P::kTall)) % P::kSpan);
+FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) { return static_cast<u32>(a.columns) / 8 * P::kBits; }
+
+// Where a thread's patch is: in the tile, and in the matrix.
+struct Spot {
+  int tile_row, tile_column;
+  i32 row, column;
+};
+
+template <class P>
+FP4KIT_DEVICE Spot spot_of(Tile tile) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int tile_row = (warp / P::kBeside * P::kTall + lane / P::kWide) * P::kHigh;
+  const int tile_column = (warp % P::kBeside * P::kWide + lane % P::kWide) * P::kSpan;
+  return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// Column j of a patch as a run.
-template <class In, int kSpan>
-FP4KIT_DEVICE Run<In, kSide> column_run(const Run<In, kSpan> (&rows)[kSide], int j) {
-  Run<In, kSide> column;
-  if constexpr (sizeof(typename In::Bits) == 4) {
+// Tiles of a matrix: a band of them below each other, then the next ones beside them, then the next band. So the tiles that are under way
+// at a time lie in a square, and what they write in either direction is in whole lines and pages of memory.
+template <class P>
+struct Tiles {
+  u32 wide, tall, shift;
+
+  FP4KIT_DEVICE_MEMBER explicit Tiles(const PatchArguments& a)
+      : wide((static_cast<u32>(a.columns) + P::kColumns - 1) / P::kColumns), tall((static_cast<u32>(a.rows) + kTileRows - 1) / kTileRows),
+        shift(static_cast<u32>(a.shift)) {}
+
+  // How many there are, with those below the matrix in the last band.
+  FP4KIT_DEVICE_MEMBER u32 count() const { return wide * ((tall + (1u << shift) - 1) >> shift << shift); }
+
+  FP4KIT_DEVICE_MEMBER Tile tile(u32 i) const {
+    const u32 column = i >> shift, band = column / wide;
+    return {static_cast<i32>(((band << shift) + (i & ((1u << shift) - 1))) * kTileRows), static_cast<i32>((column - band * wide) * P::kColumns)};
+  }
+};
+
+// A patch's rows in the matrix, from its first one on: none or less outside.
+FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const Spot& s) {
+  return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
+}
+
+// A patch's first element.
+template <class In>
+FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, const Spot& s) {
+  return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
+}
+
+// The rows of a patch. What is outside does not matter, and is read from inside: of a square block that ends below the matrix, the last
+// row again; other blocks are whole.
+template <class In, bool kAligned, class P>
+FP4KIT_DEVICE void load_patch(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh]) {
+  const i32 last = static_cast<i32>(a.rows) - 1;
+  const Spot near = {0, 0, s.row <= last ? s.row : P::kSquare ? last : 0, s.column < static_cast<i32>(a.columns) ? s.column : 0};
+  const typename In::Bits* from = first_element<In>(a, near);
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) column.w[i] = rows[i].w[j];
+  for (int i = 0; i < P::kHigh; ++i) {
+    x[i] = read_run<In, P::kSpan, kAligned>(from);
+    from += opaque(!P::kSquare || s.row + i < last ? static_cast<u32>(a.columns) : 0u);
+  }
+}
+
+// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other, and lanes that read
+// the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay together.
+template <class P>
+FP4KIT_DEVICE int staged_column(int quad, int column) {
+  const int moved = column ^ (32 / P::kQuads * quad);
+  return P::kSpan == 8 ? moved ^ (column >> 3 & 4) : moved;
+}
+
+// The words of a column j of a patch -> the staging: a rare case.
+template <class P>
+FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
+#pragma unroll
+  for (int w = 0; w < P::kWords; ++w) {
+    const int row = s.tile_row / P::kPerWord + w;
+    staging.words[row][staged_column<P>(row / 4, s.tile_column + j)] = words[w];
+  }
+}
+
+// Word w of each column of a patch -> the staging.
+template <class P>
+FP4KIT_DEVICE void stage_words(Staging<P>& staging, const Spot& s, int w, const u32 (&words)[P::kSpan]) {
+  const int row = s.tile_row / P::kPerWord + w;
+  if constexpr (P::kSpan <= 4) {
+    store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column)], words);
   } else {
 #pragma unroll
-    for (int i = 0; i < kSide / 2; ++i) column.w[i] = prmt(rows[2 * i].w[j / 2], rows[2 * i + 1].w[j / 2], j % 2 ? 0x7632u : 0x5410u);
+    for (int j = 0; j < P::kSpan; j += 4) {
+      const u32 four[4] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
+      store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column + j)], four);
+    }
   }
-  return column;
+}
+
+// A patch of 16 rows of 8 bytes -> the kept elements.
+template <class In, class P>
+FP4KIT_DEVICE void keep_patch(Kept<P>& kept, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh]) {
+  const int half = s.tile_column / P::kSpan;
+#pragma unroll
+  for (int i = 0; i < P::kHigh; ++i) store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
+}
+
+// The run of 16 elements from `column` on of a row.
+template <class In, class P>
+FP4KIT_DEVICE Run<In, 16> kept_run(const Kept<P>& kept, int row, int column) {
+  constexpr int kChunks = sizeof(typename In::Bits);
+  Run<In, 16> run;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const Chunk chunk = kept.rows[row][kept.place(row, column / 16 * kChunks + i)];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) run.w[4 * i + j] = chunk.w[j];
+  }
+  return run;
 }
 
 // Largest over the lanes whose numbers differ in the bits from `first` up to `end`.
@@ -102,38 +218,4 @@ FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u3
     for (int i = 0; i < kPerWord; ++i)
       words[w] |= encode_element<R>(scaled_element<R, In>(In::widen(x[(w * kPerWord + i) * step]), f.by)) << (R::Element::kStoredBits * i);
   }
-}
-
-// The codes of a patch, along rows, into the staging, along columns.
-template <class P>
-FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const Spot& s, const u32 (&codes)[kSide][P::kRowWords]) {
-  constexpr int kSquareSide = 32 / P::kBits;  // 8 nibbles, 4 bytes
-  const int first = (s.warp * P::kTall + s.tall) * P::kWords;
-#pragma unroll
-  for (int row = 0; row < P::kWords; ++row) {
-#pragma unroll
-    for (int part = 0; part < P::kRowWords; ++part) {
-      u32 w[kSquareSide];
-#pragma unroll
-      for (int i = 0; i < kSquareSide; ++i) w[i] = codes[row * kSquareSide + i][part];
-      transpose_square(w);
-#pragma unroll
-      for (int i = 0; i < kSquareSide; ++i)
-        staging.words[first + row][staged_column<P>(first + row, s.wide, part * kSquareSide + i)] = w[i];
-    }
-  }
-}
-
-// Codes of column j of a patch -> the staging.
-template <class P>
-FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
-  const int first = (s.warp * P::kTall + s.tall) * P::kWords;
-#pragma unroll
-  for (int w = 0; w < P::kWords; ++w) staging.words[first + w][staged_column<P>(first + w, s.wide, j)] = words[w];
-}
-
-// The scale of the block that column j of a patch is in -> the staging.
-template <class P>
-FP4KIT_DEVICE void stage_scale(Staging<P>& staging, const Spot& s, int j, u32 code) {
-  if (s.tall == 0) staging.scales[s.wide * P::kSpan + j][s.warp] = static_cast<u8>(code);
 }

@@ -11,9 +11,12 @@ from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.quantize_patch import Side, quantize_patch
+from fp4kit.cuda.quantize_patch import BAND_SHIFT, TILE_ROWS, Side, quantize_patch
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+
+F16, LAYOUTS = np.dtype(np.float16), ("linear", "swizzled_128x4", "swizzled_8x4")
 
 
 def side(q: Quantized, layout: str) -> Side:
@@ -38,13 +41,18 @@ class Patch:
     layout: str = "linear"
     fake: bool = False
     misaligned: bool = False
+    hadamard: bool = False
+    tall: bool = False  # more tiles below each other than a band has
 
     def __str__(self) -> str:
-        flags = [name for name in ("fake", "misaligned") if getattr(self, name)]
+        flags = [name for name in ("fake", "misaligned", "hadamard", "tall") if getattr(self, name)]
         return "-".join([self.recipe.id, str(self.dtype), self.layout, *flags])
 
     def matrices(self) -> Iterator[np.ndarray]:
         size = self.recipe.block_size
+        if self.tall:
+            yield ordinary(9, ((TILE_ROWS << BAND_SHIFT) + TILE_ROWS + size, 192), self.dtype)
+            return
         yield ordinary(7, (5 * size, 304 if self.recipe.block_rows < 32 else 320), self.dtype)
         yield matrix("adversarial", self.dtype, self.recipe)[: 3 * size, : 176 if self.recipe.block_rows < 32 else 192]
         x = ordinary(8, (size, 48 if self.recipe.block_rows < 32 else 64), self.dtype)
@@ -58,10 +66,10 @@ class Patch:
                 yield from self.compare(x, amax)
 
     def compare(self, x: np.ndarray, amax: np.float32 | None) -> Iterator[Result]:
-        options = {"tensor_amax": amax, "scale_layout": self.layout}
-        column = fp4kit.quantize(x, self.recipe, axis=0, **options)
+        column = fp4kit.quantize(x, self.recipe, axis=0, tensor_amax=amax, scale_layout=self.layout, hadamard=self.hadamard)
+        mask = TE_SIGN_MASK if self.hadamard else None
         given, source = device(column.tensor_amax), DeviceArray(x, self.dtype.itemsize * self.misaligned)
-        whole = x.shape[1] % self.recipe.block_size == 0
+        whole = x.shape[1] % self.recipe.block_size == 0 and not (self.hadamard and amax is None)  # one amax for both
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype)
             quantize_patch(source, self.recipe, "linear", given, None, None, values)
@@ -70,9 +78,9 @@ class Patch:
         for rowwise, columnwise in ((False, True), (True, True), (True, False)):
             if rowwise and not whole:
                 continue
-            row = fp4kit.quantize(x, self.recipe, **options) if rowwise else None
+            row = fp4kit.quantize(x, self.recipe, tensor_amax=amax, scale_layout=self.layout) if rowwise else None
             sides = (side(row, self.layout) if rowwise else None, side(column, self.layout) if columnwise else None)
-            quantize_patch(source, self.recipe, self.layout, given, *sides)
+            quantize_patch(source, self.recipe, self.layout, given, *sides, mask=mask)
             if row is not None:
                 yield from results("row", sides[0], row)
             if columnwise:
@@ -81,9 +89,12 @@ class Patch:
 
 def patches(recipes: list[Recipe]) -> list[Patch]:
     """A case for each recipe, types and options dealt out among them."""
-    found = [Patch(r, (BF16, F32, np.dtype(np.float16))[i % 3], misaligned=i % 4 == 3) for i, r in enumerate(recipes)]
+    found = [Patch(r, (BF16, F32, F16)[i % 3], misaligned=i % 4 == 3) for i, r in enumerate(recipes)]
     more = ("mxfp4-te", "nvfp4-modelopt", "mxfp8-te-2d", "nvfp4-te-2d", "mxfp4-flashinfer")
     found += [Patch(r, BF16) for r in recipes if r.id in more]
     square = [r for r in recipes if r.block_rows > 1]
     found += [Patch(r, (BF16, F32)[i % 2], fake=True, misaligned=i % 2 == 1) for i, r in enumerate(square)]
+    found += [Patch(r, BF16, tall=True) for r in recipes if r.id in ("nvfp4-te", "mxfp8-te", "mxfp8-te-2d")]
+    found += [Patch(r, BF16, layout, hadamard=True) for r in recipes if r.id == "nvfp4-te" for layout in LAYOUTS]
+    found += [Patch(r, d, misaligned=True, hadamard=True) for r in recipes if r.id == "nvfp4-te-reference" for d in (F32, F16)]
     return found + [Patch(r, BF16, "swizzled_128x4") for r in recipes if r.id in ("nvfp4-te", "mxfp8-te-2d", "nvfp4-te-2d")]

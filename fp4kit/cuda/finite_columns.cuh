@@ -1,0 +1,67 @@
+// Two columns of 16-bit elements side by side, encoded the short way (finite.cuh) from the words of their rows, which hold an element of
+// each: columns are not taken apart before their codes are.
+#pragma once
+
+#include "finite.cuh"
+
+// What has the signs of eight rows at bits 4 i + 3, for either column; other bits are not meant.
+FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
+  u32 four[2];  // rows 0 2, 1 3; bytes: two of the left column, two of the right one
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 even = prmt(rows[4 * i], rows[4 * i + 2], 0xFBD9u), odd = prmt(rows[4 * i + 1], rows[4 * i + 3], 0xFBD9u);
+    four[i] = (even & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u);
+  }
+  signs[0] = prmt(four[0], four[1], 0x5410u);
+  signs[1] = prmt(four[0], four[1], 0x7632u);
+}
+
+// Words of the E2M1 codes of eight rows of two columns of bfloat16, times a power of two each; signs: what nibbles' signs are taken from.
+FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
+  u32 four[2];  // rows 0 ... 3 and 4 ... 7; bytes: left, right, left, right
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    u32 code[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) code[j] = code_pair_e2m1(rows[4 * i + j], factors);
+    const u32 codes = mad(prmt(code[1], code[3], 0x6420u), 16u, prmt(code[0], code[2], 0x6420u));
+    const u32 even = prmt(signs[4 * i], signs[4 * i + 2], 0xFDB9u), odd = prmt(signs[4 * i + 1], signs[4 * i + 3], 0xFDB9u);
+    four[i] = codes | (((even & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u)) & 0x88888888u);
+  }
+  words[0] = prmt(four[0], four[1], 0x6420u);
+  words[1] = prmt(four[0], four[1], 0x7531u);
+}
+
+// Codes of two columns, packed as store_codes packs them.
+template <class R, class In, int kRows>
+FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2], u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {
+  using Way = ShortWay<R, In>;
+  constexpr int kPerWord = 32 / R::Element::kStoredBits;
+#pragma unroll
+  for (int w = 0; w < kRows / kPerWord; ++w) {
+    u32 pairs[kPerWord];
+#pragma unroll
+    for (int i = 0; i < kPerWord; ++i) pairs[i] = pair_with_code_signs<R, In>(rows[w * kPerWord + i]);
+    if constexpr (Way::kPairs) {
+      u32 two[2];
+      encode_columns_e2m1x8(rows + w * kPerWord, pairs, prmt(bits_of(f[0].by), bits_of(f[1].by), 0x7632u), two);
+      words[0][w] = two[0];
+      words[1][w] = two[1];
+    } else {
+      u32 signs[2];
+      if constexpr (Way::kE2m1) nibble_signs_of_columns(pairs, signs);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        float y[kPerWord];
+#pragma unroll
+        for (int i = 0; i < kPerWord; ++i) {
+          const float x = element(Run<In, 2>{{rows[w * kPerWord + i]}}, j);
+          if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
+          else y[i] = with_code_sign<R>(scaled_finite<R, In>(x, f[j]));
+        }
+        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) words[j][w] = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
+        else words[j][w] = encode_word<typename R::Element>(y);
+      }
+    }
+  }
+}

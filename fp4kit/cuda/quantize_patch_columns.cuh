@@ -1,0 +1,213 @@
+// Blocks in a column, from patches of 16 rows of 8 bytes into the staging, and what is staged to memory.
+#pragma once
+
+#include "finite_columns.cuh"
+#include "hadamard.cuh"
+#include "quantize_patch.cuh"
+#include "square.cuh"
+
+// The largest magnitude of each column of a patch, and of the patches of its block above and below, as float32 bits.
+template <class In, class P>
+FP4KIT_DEVICE void column_maxima(const Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
+  constexpr int kWords = Run<In, P::kSpan>::kWords;
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    if constexpr (sizeof(typename In::Bits) == 4) {
+      u32 word = 0u;
+#pragma unroll
+      for (int i = 0; i < P::kHigh; ++i) word = maximum(word, x[i].w[k] & 0x7FFFFFFFu);
+      largest[k] = largest_of_lanes(word, P::kWide, 32);
+    } else {
+      u32 pair = In::max_magnitude(x[0].w[k], x[1].w[k]);
+#pragma unroll
+      for (int i = 2; i < P::kHigh; ++i) pair = In::max_magnitude(pair, x[i].w[k]);
+#pragma unroll
+      for (int lane = P::kWide; lane < 32; lane *= 2) pair = In::max_magnitude(pair, __shfl_xor_sync(0xFFFFFFFFu, pair, lane));
+      largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
+      largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
+    }
+  }
+}
+
+// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32 bits.
+template <class R, class In, class P>
+FP4KIT_DEVICE void transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
+  constexpr int kWords = Run<In, P::kSpan>::kWords;
+#pragma unroll
+  for (int k = 0; k < kWords; ++k) {
+    Run<In, P::kHigh * Run<In, 16>::kPerWord> all;
+    u32 (&rows)[P::kHigh] = all.w;
+#pragma unroll
+    for (int i = 0; i < P::kHigh; ++i) rows[i] = x[i].w[k];
+    if constexpr (sizeof(typename In::Bits) == 4) {
+      largest[k] = hadamard_run<R::kSignMask>(all);
+    } else {
+      const u32 pair = hadamard_columns<R::kSignMask, In>(rows);
+      largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
+      largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
+    }
+#pragma unroll
+    for (int i = 0; i < P::kHigh; ++i) x[i].w[k] = rows[i];
+  }
+}
+
+// The transform of the 16 elements that lie `step` apart from x on.
+template <class R, class In>
+FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
+  typename In::Bits column[16];
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) column[i] = x[i * step];
+  Run<In, 16> run = read_run<In, 16, false>(column);
+  hadamard_run<R::kSignMask>(run);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) y[i] = In::narrow(element(run, i));
+}
+
+// Codes of a patch's columns the short way, whether they may go it or not.
+template <class R, class In, class P>
+FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kSpan> (&x)[P::kHigh], const Factor (&f)[P::kSpan],
+                                        u32 (&words)[P::kSpan][P::kWords]) {
+#pragma unroll
+  for (int k = 0; k < Run<In, P::kSpan>::kWords; ++k) {
+    u32 rows[P::kHigh];
+#pragma unroll
+    for (int i = 0; i < P::kHigh; ++i) rows[i] = x[i].w[k];
+    if constexpr (sizeof(typename In::Bits) == 4) {
+      Run<In, P::kHigh> column;
+#pragma unroll
+      for (int i = 0; i < P::kHigh; ++i) column.w[i] = rows[i];
+      encode_finite<R, In>(column, f[k], words[k]);
+    } else {
+      const Factor two[2] = {f[2 * k], f[2 * k + 1]};
+      u32 codes[2][P::kWords];
+      encode_columns<R, In>(rows, two, codes);
+#pragma unroll
+      for (int w = 0; w < P::kWords; ++w) {
+        words[2 * k][w] = codes[0][w];
+        words[2 * k + 1][w] = codes[1][w];
+      }
+    }
+  }
+}
+
+// A column of a patch of any values, from x on, `above` rows below its block's first: its scale and codes. Small code for a rare case.
+template <class R, class In, class P>
+FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
+                                    u32 (&words)[P::kWords]) {
+  Factor f;
+  if constexpr (!R::kHadamard) {
+    const u32 code = scale_block<R, In>(amax_of_block<R, In>(x - above * step, 1, 0, step), t, table, f);
+    encode_any<R, In>(x, step, f, words);
+    return code;
+  } else {
+    typename In::Bits transformed[16];
+    transform_column<R, In>(x, step, transformed);
+    const u32 code = scale_block<R, In>(amax_of_block<R, In>(transformed, 1, 0, 1), t, table, f);
+    encode_any<R, In>(transformed, 1, f, words);
+    return code;
+  }
+}
+
+// Blocks in a column: a patch, into the staging. Columns that do not go the short way afterwards, read again.
+template <class R, class In, class P>
+FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<In, P::kSpan> (&x)[P::kHigh], TensorScale t,
+                                    const Factor* table, Staging<P>& staging) {
+  u32 largest[P::kSpan], left = 0u, codes = 0u, words[P::kSpan][P::kWords] = {};
+  Factor f[P::kSpan];
+  if constexpr (R::kHadamard) {
+    transform_columns<R, In, P>(x, largest);
+  } else {
+    column_maxima<In, P>(x, largest);
+  }
+#pragma unroll
+  for (int j = 0; j < P::kSpan; ++j) {
+    const u32 code = scale_block<R, In>(float_of(largest[j]), t, table, f[j]);
+    codes |= code << (8 * j);
+    if (!ShortWay<R, In>::kExists || !takes_short_way<R, In>(largest[j], f[j])) left |= 1u << j;
+  }
+  if constexpr (ShortWay<R, In>::kExists) encode_patch_columns<R, In, P>(x, f, words);
+#pragma unroll
+  for (int w = 0; w < P::kWords; ++w) {
+    u32 row[P::kSpan];
+#pragma unroll
+    for (int j = 0; j < P::kSpan; ++j) row[j] = words[j][w];
+    stage_words<P>(staging, s, w, row);
+  }
+  u8* scales = &staging.scales[s.tile_row / R::kBlock][s.tile_column];
+  if (s.tile_row % R::kBlock == 0) {
+    if constexpr (P::kSpan == 4) *reinterpret_cast<u32*>(scales) = codes;
+    if constexpr (P::kSpan == 2) *reinterpret_cast<u16*>(scales) = static_cast<u16>(codes);
+  }
+  if (!left || rows_inside(a, s) <= 0) return;
+#pragma unroll 1
+  for (int j = 0; left >> j; ++j) {
+    if (!(left >> j & 1u)) continue;
+    u32 column[P::kWords];
+    const u32 code = encode_any_column<R, In, P>(first_element<In>(a, s) + j, s.row % R::kBlock, a.columns, t, table, column);
+    stage_column<P>(staging, s, j, column);
+    if (s.tile_row % R::kBlock == 0) scales[j] = static_cast<u8>(code);
+  }
+}
+
+// A tile's codes along columns from the staging to memory, 16 bytes at a time where columns begin at multiples of that.
+template <class P>
+FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
+  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // of a column
+#pragma unroll
+  for (int start = 0; start < P::kColumns / 2 * P::kQuads; start += kThreads) {
+    const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
+    const i32 row = tile.row + quad * 4 * P::kPerWord, column = tile.column + tile_column;
+    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows)) continue;
+    u32 words[2][4];
+    const u32* staged = &staging.words[4 * quad][staged_column<P>(quad, tile_column)];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const HalfChunk two = *reinterpret_cast<const HalfChunk*>(staged + w * P::kColumns);
+      words[0][w] = two.w[0];
+      words[1][w] = two.w[1];
+    }
+    u8* out = advanced(a.column_packed, bytes, column) + row / 8 * P::kBits;
+#pragma unroll
+    for (int j = 0; j < 2; ++j, out += bytes) {
+      if (column + j >= static_cast<i32>(a.columns)) continue;
+      if (bytes % 16 == 0) {
+        store_words(out, words[j]);
+      } else {
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (row + w * P::kPerWord < static_cast<i32>(a.rows)) reinterpret_cast<u32*>(out)[w] = words[j][w];
+      }
+    }
+  }
+}
+
+// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they are together.
+template <class R, class P>
+FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
+  constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kBlocks : 4, kFours = P::kColumns / 4;
+  if (threadIdx.x >= kFours * P::kBlocks / kCount) return;
+  const int four = threadIdx.x % kFours, tile_block = threadIdx.x / kFours * kCount;
+  const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block, blocks = static_cast<u32>(a.rows) / R::kBlock;
+  const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
+  u32 codes[4][kCount / 4];  // of a column's blocks
+#pragma unroll
+  for (int part = 0; part < kCount / 4; ++part) {
+    u32 square[4];  // of a block's four columns, then of a column's four blocks
+#pragma unroll
+    for (int i = 0; i < 4; ++i) square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];
+    transpose_square(square);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j][part] = square[j];
+  }
+#pragma unroll
+  for (u32 j = 0; j < 4; ++j) {
+    if (column + j >= static_cast<u32>(a.columns)) return;
+    if (whole) {
+      store_words(a.column_scales + scale_offset<R::kLayout, u32>(column + j, block, blocks), codes[j]);
+    } else {
+#pragma unroll 1
+      for (u32 i = 0; i < kCount && block + i < blocks; ++i)
+        a.column_scales[scale_offset<R::kLayout, u32>(column + j, block + i, blocks)] = staging.scales[tile_block + i][4 * four + j];
+    }
+  }
+}
