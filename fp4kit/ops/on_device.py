@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import launch, loader, partial
+from fp4kit.cuda.amax_strips import amax_strips
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.grouped import Matrix
 from fp4kit.cuda.quantize_patch import Side, quantize_patch, supports
@@ -37,8 +38,11 @@ def check_supported(op: str, r: Recipe) -> None:
         )
 
 
-def tensor_amax(op: str, p: Prepared, x: Any, mask: int | None) -> Any:
-    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor scale."""
+def tensor_amax(op: str, p: Prepared, x: Any, mask: int | None, columnwise: bool = False) -> Any:
+    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor scale.
+
+    mask: of a Hadamard transform of x's rows, or of the columns of its matrices.
+    """
     r = p.recipe
     if r.tensor_scaling == "none":
         return None if p.others.get("tensor_amax") is None else check.check_tensor_amax(op, p.others["tensor_amax"], x.shape, r)
@@ -46,6 +50,8 @@ def tensor_amax(op: str, p: Prepared, x: Any, mask: int | None) -> Any:
     if given is not None:
         return given_amax(op, given, x.shape, r)
     rows, counted, by_row = covered_by_scales(x, r)
+    if columnwise and mask is not None and x.size:
+        return amax_strips(x.reshape(-1, x.shape[-1]), counted, mask)
     return launch.amax(rows, counted, by_row, mask).reshape(check.tensor_amax_shape(x.shape, r))
 
 
@@ -129,12 +135,12 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
     columnwise = p.axis == p.x.ndim - 2 and in_place(p, random, mask)
     with loader.making_current(p.x.device.id):
         x = cupy.ascontiguousarray(p.x if columnwise else p.moved)
-        amax = tensor_amax(op, p, x, mask)
+        amax = tensor_amax(op, p, x, mask, columnwise)
         result = out or allocate(p, layout, amax)
         if out is not None:
             _check_out(op, out, p, layout, amax)
         if columnwise and x.size:
-            run_patches(p, x, layout, amax, None, result)
+            run_patches(p, x, layout, amax, None, result, mask)
         else:
             _run(p, x, layout, amax, result.packed, result.block_scale, result.tensor_scale, random=random, mask=mask)
         if out is not None and amax is not None:
@@ -142,8 +148,8 @@ def quantize(op: str, p: Prepared, layout: str, random: Any, mask: int | None, o
     return result
 
 
-def quantize_both(op: str, row: Prepared, column: Prepared, layout: str) -> tuple[Quantized, Quantized]:
-    """ops.quantize_both from one read, where in_place."""
+def quantize_both(op: str, row: Prepared, column: Prepared, layout: str, mask: int | None) -> tuple[Quantized, Quantized]:
+    """ops.quantize_both from one read, where in_place; with a mask, which is of the columns, only under a given tensor_amax."""
     check_supported(op, row.recipe)
     cupy = loader.cupy()
     with loader.making_current(row.x.device.id):
@@ -151,7 +157,7 @@ def quantize_both(op: str, row: Prepared, column: Prepared, layout: str) -> tupl
         amax = tensor_amax(op, row, x, None)
         q_row, q_column = allocate(row, layout, amax), allocate(column, layout, amax)
         if x.size:
-            run_patches(row, x, layout, amax, q_row, q_column)
+            run_patches(row, x, layout, amax, q_row, q_column, mask)
         else:
             for q in (q_row, q_column):
                 _run(row, x, layout, amax, q.packed, q.block_scale, q.tensor_scale)

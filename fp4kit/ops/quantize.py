@@ -96,10 +96,12 @@ def quantize_both(
         raise TypeError("quantize_both: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     other = None if seed is None else operator.index(seed) + 1
     column = prepare("quantize_both", x, recipe, -2, tensor_amax=tensor_amax, block_amax=None, seed=other)
-    if p.on_device and rounding == "nearest" and seed is None and not hadamard and on_device.in_place(p, None, None):
-        check.check_has_codes("quantize_both", p.recipe)
-        check_layout(scale_layout)
-        return on_device.quantize_both("quantize_both", p, column, scale_layout)
+    if p.on_device and rounding == "nearest" and seed is None:
+        check_codes("quantize_both", p, scale_layout)
+        mask = sign_mask("quantize_both", hadamard, column)
+        one_amax = mask is None or tensor_amax is not None or p.recipe.tensor_scaling == "none"
+        if one_amax and on_device.in_place(p, None, mask):
+            return on_device.quantize_both("quantize_both", p, column, scale_layout, mask)
     q_row = quantize_prepared("quantize_both", p, scale_layout, rounding, False, None)
     return q_row, quantize_prepared("quantize_both", column, scale_layout, rounding, hadamard, None)
 
