@@ -43,6 +43,20 @@ def test_shapes_layouts_and_stacks(name) -> None:
     assert_same(fp4kit.quantize(d.T, name, axis=0), fp4kit.quantize(flat[1:].reshape(64, 96).T, name, axis=0))
 
 
+def test_more_tiles_than_a_band() -> None:
+    x = np.random.default_rng(2).standard_normal((1248, 352)).astype(ml_dtypes.bfloat16)
+    for name in ("nvfp4-te", "mxfp8-te", "nvfp4-te-2d", "mxfp8-te-2d"):
+        check_both(x, name)
+
+
+def test_hadamard_transform_of_columns() -> None:
+    for i, dtype in enumerate(DTYPES):
+        for x in (blocks(dtype, 160, 416), np.random.default_rng(i).standard_normal((2, 64, 96)).astype(dtype)):
+            check(x, "nvfp4-te", axis=-2, hadamard=True)
+            check_both(x, "nvfp4-te", hadamard="no_signs", tensor_amax=3.0, scale_layout="swizzled_128x4")
+            check_both(x, "nvfp4-te-reference", hadamard=True)
+
+
 def test_one_amax_for_each_expert() -> None:
     x = np.random.default_rng(1).standard_normal((3, 64, 96)).astype(np.float32)
     amax = [1.0, 2.0, 3.5]
