@@ -14,6 +14,7 @@ from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, resident
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
+from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
@@ -154,8 +155,10 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
-    function, blocks = _dequantize_function(r, layout, original, dtype, device), value_blocks(rows, columns, dtype, VALUE_RUNS)
-    return Launch(function, grid(blocks, device, WHOLE), _DEQUANTIZE, rows, columns, resident(device))
+    many = layout != "linear" and r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
+    blocks = grid(value_blocks(rows, columns, dtype, MOST_RUNS if many else VALUE_RUNS), device, WHOLE)
+    function = _dequantize_function(r, layout, original, dtype, device)
+    return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))
 
 
 def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
