@@ -61,9 +61,10 @@ def moves(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear scales by themselves."""
+    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear and 8x4 scales by themselves."""
     B, M, K = shape
     rows, line = _TILE
     tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))
     squares = B * (M // block // 4) * (K // block // 4) if layout == "linear" else 0  # a thread each
-    return tiles + -(-squares // THREADS)
+    large = B * -(-M // (4 * block * block)) * -(-K // 512) if layout == "swizzled_8x4" else 0  # LargeScaleTile
+    return tiles + -(-squares // THREADS) + large

@@ -18,7 +18,8 @@ struct ScaleTile {
   static constexpr ScaleLayout kLayout = kLayout_;
   static constexpr int kBlock = kBlock_, kColumns = kColumns_, kTall = kRows / kBlock, kWide = kColumns / kBlock;
   static constexpr int kScales = kTall * kWide;
-  static_assert(kTall % 4 == 0 && kTall <= 16 && kScales <= 256, "blocks of 16, 32 and 64");
+  static constexpr int kPitch = kTall + (kTall > 16 ? 4 : 0);  // of long lines, so that neighbours do not share a bank
+  static_assert(kTall % 4 == 0, "blocks of 16, 32 and 64");
 };
 
 // What a thread reads of the tile at (row, column) of the codes; zero where there is nothing.
@@ -30,7 +31,7 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
 
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
-  if (thread < T::kScales) tile[thread % T::kWide * T::kTall + thread / T::kWide] = scale;
+  if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
 // Writes the tile to row k, column m of a swizzled output, by chunks: 4 columns of the 4 rows that 128x4 puts together, or of
@@ -47,7 +48,7 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
     if (k + (kFarRows ? row - t % 32 : row) >= a.columns || m + 4 * word >= columns) continue;
     Chunk chunk;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) chunk.w[i] = reinterpret_cast<const u32*>(tile)[(row + i * kStep) / T::kBlock * kWords + word];
+    for (int i = 0; i < 4; ++i) chunk.w[i] = reinterpret_cast<const u32*>(tile + (row + i * kStep) / T::kBlock * T::kPitch)[word];
     *reinterpret_cast<Chunk*>(a.out + scale_offset<T::kLayout>(k + row, m + 4 * word, columns)) = chunk;
   }
 }
@@ -59,8 +60,27 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
   for (int i = thread; i < T::kColumns * T::kTall; i += threads) {
     const i64 row = k + i / T::kTall, column = m + i % T::kTall;
     if (row < padded_rows<T::kLayout>(a.columns) && column < padded_columns)
-      a.out[scale_offset<T::kLayout>(row, column, columns)] = tile[i / T::kTall / T::kBlock * T::kTall + i % T::kTall];
+      a.out[scale_offset<T::kLayout>(row, column, columns)] = tile[i / T::kTall / T::kBlock * T::kPitch + i % T::kTall];
   }
+}
+
+// The scales of a tile of 2048 blocks by themselves, for 8x4: more of them lie together than a tile of codes has.
+template <ScaleLayout kLayout, int kBlock>
+using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
+
+template <class T>
+FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
+  constexpr int kThreads = 256, kEach = T::kScales / kThreads;
+  __shared__ u32 words[T::kWide * T::kPitch / 4];
+  u8* tile = reinterpret_cast<u8*>(words);
+  u8 scales[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) scales[i] = load_scale<T>(a, row, column, thread + i * kThreads);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) put_scale<T>(tile, scales[i], thread + i * kThreads);
+  __syncthreads();
+  write_scale_chunks<T>(a, column, row / T::kBlock, tile, thread, kThreads);
+  __syncthreads();
 }
 
 // Linear scales by themselves: tiles would write 16 bytes of a row at a time, and fill no sector. A thread takes the scales of
