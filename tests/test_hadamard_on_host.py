@@ -56,8 +56,8 @@ MUTATIONS = {
     "the same of float16": (FILE, "kApart = 21", "kApart = 22", HALF, "ties: "),
     "half the error of the sums": (FILE, "0x1.1p-20f", "0x1.1p-26f", BFLOAT16, r"\w+: \d+ of \d+ differ"),
     "sums that overflow": (FILE, "if (largest >= kInfinityBits) return false;", "", BFLOAT16, "edges: "),
-    "half of the least": (FILE, "minimum(least & 0xFFFFu, least >> 16)", "(least & 0xFFFFu)", BFLOAT16, "ties: "),
-    "a half of a column": (FILE, "0x3276u", "0x3254u", BFLOAT16, "spread as columns: "),
+    "half of the least": (FILE, "minimum(least & 0xFFFFu, least >> 16)", "(least & 0xFFFFu)", BFLOAT16, "as columns: "),
+    "the other column is told": (FILE, "untold |= 1u << j", "untold |= 2u >> j", BFLOAT16, "as columns: "),
     "one column of two": ("amax_strips.cu", "j ? 0x7632u : 0x5410u", "0x5410u", STRIPS[0], "amax of"),
     "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
 }

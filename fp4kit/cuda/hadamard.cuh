@@ -133,38 +133,27 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   return largest;
 }
 
-// 16 rows of pairs of 16-bit elements -> the transforms of the two columns; the largest magnitudes of both, NaN above infinity.
+// 16 rows of pairs of 16-bit elements -> the transforms of the two columns by sums in float32; the largest magnitudes of both. Bit j of
+// `untold`: these sums do not tell column j, of which nothing is right. The rows are not kept for that: they would take 16 registers.
 template <u32 kSignMask, class In>
-FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16]) {
+FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& untold) {
+  const u32 least = least_but_zero(rows);
   float y[2][16];
-  u32 x[16], least = In::min_magnitude(rows[0], rows[1]), exact = 0u;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    x[i] = rows[i];
-    if (i > 1) least = In::min_magnitude(least, x[i]);
-    y[0][i] = element(Run<In, 2>{{x[i]}}, 0);
-    y[1][i] = element(Run<In, 2>{{x[i]}}, 1);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) y[j][i] = element(Run<In, 2>{{rows[i]}}, j);
   }
   quarter_sums<kSignMask>(y[0]);
   quarter_sums<kSignMask>(y[1]);
 #pragma unroll
   for (int i = 0; i < 16; ++i) rows[i] = In::narrow_pair(y[0][i], y[1][i]);
-  u32 largest = largest_pair<In>(rows);
-  const auto half = [](u32 pair, int j) { return bits_of(In::widen(static_cast<u16>(pair >> (16 * j) & 0x7FFFu))); };
-#pragma unroll
-  for (int j = 0; j < 2; ++j) exact += are_sums_exact<In>(half(largest, j), half(least, j));
-  if (exact == 2u) return largest;
-  least = least_but_zero(x);
+  const u32 largest = largest_pair<In>(rows);
+  untold = 0u;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if (do_sums_tell<In>(y[j], half(largest, j), least >> (16 * j) & 0xFFFFu)) continue;
-    const u32 take = j ? 0x7632u : 0x5410u;
-    Run<In, 16> column;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) column.w[i] = prmt(x[2 * i], x[2 * i + 1], take);
-    column = hadamard_rare<kSignMask>(column);
-#pragma unroll
-    for (int i = 0; i < 16; ++i) rows[i] = prmt(rows[i], column.w[i / 2], j ? (i % 2 ? 0x7610u : 0x5410u) : (i % 2 ? 0x3276u : 0x3254u));
+    const u32 own = bits_of(In::widen(static_cast<u16>(largest >> (16 * j) & 0x7FFFu)));
+    if (!do_sums_tell<In>(y[j], own, least >> (16 * j) & 0xFFFFu)) untold |= 1u << j;
   }
-  return largest_pair<In>(rows);
+  return largest;
 }

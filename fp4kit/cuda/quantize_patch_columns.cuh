@@ -29,10 +29,12 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kSpan> (&x)[P::kHigh], u32 (&l
   }
 }
 
-// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32 bits.
+// A patch of whole blocks of 16 in columns -> the transforms of its columns, and their largest magnitudes as float32 bits. Gives which
+// columns are not right, as bits.
 template <class R, class In, class P>
-FP4KIT_DEVICE void transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
+FP4KIT_DEVICE u32 transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&largest)[P::kSpan]) {
   constexpr int kWords = Run<In, P::kSpan>::kWords;
+  u32 untold = 0u;
 #pragma unroll
   for (int k = 0; k < kWords; ++k) {
     Run<In, P::kHigh * Run<In, 16>::kPerWord> all;
@@ -42,20 +44,23 @@ FP4KIT_DEVICE void transform_columns(Run<In, P::kSpan> (&x)[P::kHigh], u32 (&lar
     if constexpr (sizeof(typename In::Bits) == 4) {
       largest[k] = hadamard_run<R::kSignMask>(all);
     } else {
-      const u32 pair = hadamard_columns<R::kSignMask, In>(rows);
+      u32 two;
+      const u32 pair = hadamard_columns<R::kSignMask, In>(rows, two);
+      untold |= two << (2 * k);
       largest[2 * k] = bits_of(In::widen(static_cast<u16>(pair & 0x7FFFu)));
       largest[2 * k + 1] = bits_of(In::widen(static_cast<u16>(pair >> 16 & 0x7FFFu)));
     }
 #pragma unroll
     for (int i = 0; i < P::kHigh; ++i) x[i].w[k] = rows[i];
   }
+  return untold;
 }
 
 // The transform of the 16 elements that lie `step` apart from x on.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];
-#pragma unroll 1
+#pragma unroll
   for (int i = 0; i < 16; ++i) column[i] = x[i * step];
   Run<In, 16> run = read_run<In, 16, false>(column);
   hadamard_run<R::kSignMask>(run);
@@ -115,7 +120,7 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<
   u32 largest[P::kSpan], left = 0u, codes = 0u, words[P::kSpan][P::kWords] = {};
   Factor f[P::kSpan];
   if constexpr (R::kHadamard) {
-    transform_columns<R, In, P>(x, largest);
+    left = transform_columns<R, In, P>(x, largest);
   } else {
     column_maxima<In, P>(x, largest);
   }

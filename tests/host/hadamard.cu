@@ -20,9 +20,17 @@ extern "C" __global__ void hadamard_kernel(Arguments a) {
         u16* out = static_cast<u16*>(a.columns) + 16 * i;
         u32 rows[16];
         for (int j = 0; j < 16; ++j) rows[j] = pair[j] | static_cast<u32>(pair[16 + j]) << 16;
-        const u32 both = hadamard_columns<kSignMask, Input>(rows);
-        for (int j = 0; j < 32; ++j) out[j] = static_cast<u16>(rows[j % 16] >> (j / 16 * 16));
-        if (both != largest_pair<Input>(rows)) out[0] ^= 1u;
+        u32 untold;
+        const u32 both = hadamard_columns<kSignMask, Input>(rows, untold);
+        if (both != largest_pair<Input>(rows)) rows[0] ^= 1u;
+        for (int j = 0; j < 2; ++j) {
+          Run<Input, 16> column = read_run<Input, 16>(static_cast<const Bits*>(a.x) + 16 * (i + j)), told;
+          const bool is_told = hadamard_short<kSignMask>(column, told, largest);
+          if (!is_told) hadamard_run<kSignMask>(column);
+          for (int k = 0; k < 16; ++k)
+            out[16 * j + k] = is_told ? static_cast<u16>(rows[k] >> (16 * j)) : static_cast<u16>(column.w[k / 2] >> (k % 2 * 16));
+          if (is_told == (untold >> j & 1u)) out[16 * j] ^= 1u;
+        }
       }
     }
     largest = hadamard_run<kSignMask>(x);
