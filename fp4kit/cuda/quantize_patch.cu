@@ -126,8 +126,9 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
   }
 }
 
-// Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more.
-constexpr int kResident = R::kHadamard ? 3 : sizeof(Input::Bits) == 2 || R::kBlockRows == 1 ? 4 : 2;
+// Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so do quotients.
+constexpr bool kIsLong = sizeof(Input::Bits) == 4;
+constexpr int kResident = kIsLong && R::kBlockRows > 1 ? 2 : R::kHadamard || (kIsLong && R::kDivide) ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident) quantize_patch_kernel(PatchArguments a) {
   quantize_patch<R, Input, kAligned>(a, whole_grid());
