@@ -68,10 +68,10 @@ def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
     return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
-def patch_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
+def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
     """The kernel that quantizes along columns, both ways, and square blocks."""
-    source = instantiation("quantize_patch", recipe_struct(r), Input=TYPES[dtype], kAligned=True)
-    return Kernel("quantize_patch_kernel", r.id, str(dtype), "", source)
+    source = instantiation("quantize_patch", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
+    return Kernel("quantize_patch_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
 
 
 def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
@@ -91,6 +91,7 @@ def kernels() -> Iterator[Kernel]:
             yield table_kernel(r)
     for id in ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "mxfp8-te-2d"):
         yield from (patch_kernel(RECIPES[id], dtype) for dtype in (BF16, F32))
+    yield patch_kernel(RECIPES["nvfp4-te"], BF16, TE_SIGN_MASK)
     for id in OTHER_INPUTS:
         yield from (quantize_kernel(RECIPES[id], dtype) for dtype in (F32, F16))
         yield quantize_kernel(RECIPES[id], BF16, aligned=False)
