@@ -107,6 +107,23 @@ def test_stochastic(name) -> None:
     check(x, name, rounding="stochastic", seed=cupy.asarray(np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)))
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "nvfp4-te-2d", "mxfp8-te-2d"])
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+def test_stochastic_of_stacked_matrices(name, layout) -> None:
+    x = blocks(np.float32, 3 * 40, 320).reshape(3, 40, 320)
+    given = np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)
+    amaxes = {"tensor_amax": np.float32([3, 500, 7e4])} if name.startswith("nvfp4") else {}
+    for options in ({}, amaxes):
+        check(x, name, scale_layout=layout, rounding="stochastic", seed=2**40 + 7, **options)
+        check(x, name, scale_layout=layout, rounding="stochastic", seed=cupy.asarray(given), **options)
+
+
+def test_stochastic_of_stacked_matrices_of_no_whole_groups() -> None:
+    x = cupy.ones((2, 3, 5), np.float32)
+    with pytest.raises(NotImplementedError, match="matrices of 15 elements each has no CUDA kernel; needs a multiple of 16"):
+        fp4kit.quantize(x, "fp8-modelopt", tensor_amax=cupy.ones(2, np.float32), rounding="stochastic", seed=1)
+
+
 def test_hadamard() -> None:
     for dtype in DTYPES:
         x = np.random.default_rng(4).standard_normal((64, 96)).astype(dtype)

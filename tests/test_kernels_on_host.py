@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, Thresholds, WithAmaxOut
+from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, SecondOfStack, Thresholds, WithAmaxOut
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES, Recipe
@@ -46,6 +46,7 @@ STOCHASTIC = (
 )
 RANDOM = [Quantize(RECIPES[id], rounding=source) for id in STOCHASTIC for source in ("seed", "bytes")]
 RANDOM += [Quantize(RECIPES["nvfp4-te"], F32, rounding="seed", fake=True), Quantize(RECIPES["fp8-modelopt"], rounding="seed")]
+RANDOM += [SecondOfStack(RECIPES[id]) for id in ("nvfp4-te", "nvfp4-te-2d", "fp8-modelopt")]
 RANDOM += [Thresholds(RECIPES["mxfp4-ocp"], dtype) for dtype in (BF16, F16)]
 TRANSFORMED = [Quantize(RECIPES["nvfp4-te-reference"], dtype, hadamard=True) for dtype in (F32, F16, BF16)]
 TRANSFORMED += [Quantize(RECIPES[id], hadamard="no_signs") for id in ("nvfp4-te-2d", "mxfp8-te", "nvfp4-te-4over6-mae-256")]

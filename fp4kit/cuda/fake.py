@@ -57,7 +57,7 @@ def fake_matrix(x: Any, r: Recipe, amax: Any, values: Any, block_amax: Any = Non
     whole = whole_runs(x, values, *rows_and_columns(x.shape, r))
     given = {"x": x, "values": values, "tensor_amax": amax, "block_amax": block_amax}
     launch = fake_launch(r, x.dtype, x.shape, whole, x.device.id)
-    launch(*(address(given.get(name)) for name in QUANTIZE_POINTERS), 0)
+    launch(*(address(given.get(name)) for name in QUANTIZE_POINTERS), 0, 0)
 
 
 @cache

@@ -33,7 +33,7 @@ FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
 
 
 class Matrix(NamedTuple):
-    """What a group quantizes of one matrix: the arguments of launch.quantize_matrix, except those that are the group's."""
+    """What is quantized of one matrix: the arguments of launch.quantize_matrix, but for those that are a whole call's."""
 
     x: Any
     amax: Any = None
@@ -43,6 +43,7 @@ class Matrix(NamedTuple):
     values: Any = None
     block_amax: Any = None
     random: Any = None
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def quantize_group(
     arguments = np.zeros(len(matrices), QUANTIZE)
     fields = {"amax": "tensor_amax"}
     for name, column in zip(Matrix._fields, zip(*matrices, strict=True), strict=True):
-        arguments[fields.get(name, name)] = [address(a) for a in column]
+        arguments[fields.get(name, name)] = column if name == "group" else [address(a) for a in column]
     arguments["seed"] = seed or 0
     arguments["rows"], arguments["columns"] = zip(*shapes, strict=True)
     stochastic = seed is not None or any(m.random is not None for m in matrices)

@@ -25,7 +25,9 @@ VALUE_RUNS = 2  # of 16 bytes, that a thread of dequantize writes, and of fake_q
 MOST_RUNS = 4  # where more is
 _POINTER = "u8"
 QUANTIZE_POINTERS = ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out")
-QUANTIZE = np.dtype([(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("rows", "i8"), ("columns", "i8")])
+QUANTIZE = np.dtype(
+    [(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("group", "u8"), ("rows", "i8"), ("columns", "i8")]
+)
 _DEQUANTIZE = np.dtype(
     [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [(n, "i8") for n in ("rows", "columns", "ahead")]
 )
@@ -107,7 +109,7 @@ def quantize_launch(
     stochastic: bool = False,
     mask: int | None = None,
 ) -> Launch:
-    """What quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS and the seed."""
+    """What quantizes a matrix of a shape; called with the addresses of QUANTIZE_POINTERS, the seed and the group."""
     rows, columns = rows_and_columns(shape, r)
     check_count(rows * columns)
     if takes_table(r, dtype, rows * columns, fake):
@@ -130,16 +132,20 @@ def quantize_matrix(
     *,
     values: Any = None,
     seed: int | None = None,
+    group: int = 0,
     random: Any = None,
     mask: int | None = None,
     block_amax: Any = None,
 ) -> None:
-    """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead."""
+    """Quantize a contiguous matrix (M, K) into packed and scales; with values, write fake-quantized elements there instead.
+
+    group: the number of x's first 16 elements in the array that the seed's random bytes are of.
+    """
     whole = whole_runs(x, values, *rows_and_columns(x.shape, r))
     stochastic = seed is not None or random is not None
     fake, device = values is not None, x.device.id
     launch = quantize_launch(r, x.dtype, x.shape, whole, layout, device, fake=fake, stochastic=stochastic, mask=mask)
-    launch(*map(address, (x, packed, scales, values, amax, tensor_scale, block_amax, random)), 0, seed or 0)
+    launch(*map(address, (x, packed, scales, values, amax, tensor_scale, block_amax, random)), 0, seed or 0, group)
 
 
 @cache

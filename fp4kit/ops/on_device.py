@@ -240,6 +240,7 @@ def _run(
             m.tensor_scale,
             values=m.values,
             seed=seed,
+            group=m.group,
             random=m.random,
             mask=mask,
             block_amax=m.block_amax,
@@ -263,16 +264,21 @@ def matrices(
     per_expert = p.recipe.tensor_scaling == "tensor" and amax is not None and amax.ndim > 0
     split = x.ndim > 2 and (layout != "linear" or p.recipe.block_rows > 1 or per_expert or mask is not None)
     B = int(np.prod(x.shape[:-2])) if split else 1
-    if split and random is not None:
-        raise NotImplementedError("stochastic rounding of stacked matrices on a GPU needs linear scales and blocks in a row")
+    size = x.size // B
+    if split and isinstance(random, int) and size % 16:
+        raise NotImplementedError(
+            f"stochastic rounding from a seed of stacked matrices of {size} elements each has no CUDA kernel; "
+            "needs a multiple of 16, or the random bytes"
+        )
     given = (None if isinstance(random, int) else random, p.others.get("block_amax"))
     random, block_amax = (None if a is None else loader.cupy().ascontiguousarray(a) for a in given)
-    parts: list[Any] = [as_rows(a, B) for a in (x, packed, scales, values, block_amax)]
+    parts: list[Any] = [as_rows(a, B) for a in (x, packed, scales, values, block_amax, random)]
     for i in range(B):
-        matrix, codes, scale_part, value_part, block_part = (_at(part, i) for part in parts)
+        matrix, codes, scale_part, value_part, block_part, bytes_part = (_at(part, i) for part in parts)
         index = i * amax.shape[0] // B if per_expert else None
         amax_part, decode_part = (part_of(a, index, i, B, p.recipe) for a in (amax, decode_scale))
-        yield Matrix(matrix.reshape(-1, K), amax_part, codes, scale_part, decode_part, value_part, block_part, random)
+        shares = (amax_part, codes, scale_part, decode_part, value_part, block_part, bytes_part)
+        yield Matrix(matrix.reshape(-1, K), *shares, group=i * size // 16)
 
 
 def _at(a: Any, i: int) -> Any:

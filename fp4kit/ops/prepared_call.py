@@ -101,7 +101,7 @@ class QuantizeCall:
         scales, decode = address(out.block_scale), address(out.tensor_scale)
         amax_at, target = address(amax), address(out.tensor_amax)
         copy = 0 if target == amax_at else target  # by the kernel: a copy costs as much of the host's time as a launch
-        self.quantize(at, out.packed.data.ptr, scales, 0, amax_at, decode, 0, 0, copy, 0)
+        self.quantize(at, out.packed.data.ptr, scales, 0, amax_at, decode, 0, 0, copy, 0, 0)
         return out
 
 
@@ -139,7 +139,7 @@ class FakeQuantizeCall:
         if self.amax is not None:
             given = _new_amax()
             _find_amax(self.amax, at, given.data)
-        self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0, 0)
+        self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0, 0, 0)
         return values
 
 

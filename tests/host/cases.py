@@ -126,6 +126,31 @@ class Quantize:
 
 
 @dataclass(frozen=True)
+class SecondOfStack(Quantize):
+    """A matrix that comes after another one among those that a seed's bytes are of."""
+
+    rounding: str = "seed"
+
+    def run(self) -> Iterator[Result]:
+        x = np.resize(matrix("nonfinite", self.dtype, self.recipe), (2, 32, 160))
+        q = fp4kit.quantize(x, self.recipe, **self.options(x), tensor_amax=np.full(2, 3.7, np.float32))
+        packed, scales = (None if a is None else DeviceArray.output(a.shape[1:], np.uint8) for a in (q.packed, q.block_scale))
+        amax, seed = device(np.float32(3.7)), self.options(x)["seed"]
+        launch.quantize_matrix(
+            DeviceArray(x[1]),
+            self.recipe,
+            "linear",
+            amax,
+            packed,
+            scales,
+            copies(np.float32(0)),
+            seed=seed,
+            group=x[0].size // 16,
+        )
+        yield "packed", packed.array, q.packed[1]
+
+
+@dataclass(frozen=True)
 class WithAmaxOut(Quantize):
     """A launch as prepared calls make it: the kernel copies tensor_amax too."""
 
@@ -138,7 +163,7 @@ class WithAmaxOut(Quantize):
                 arrays[name] = DeviceArray.output(a.shape, a.dtype)
         arrays |= {name: copies(q.tensor_amax) for name in ("tensor_scale", "amax_out")}
         call = launch.quantize_launch(self.recipe, x.dtype, x.shape, True, "linear", 0)
-        call(*(address(arrays.get(name)) for name in launch.QUANTIZE_POINTERS), 0)
+        call(*(address(arrays.get(name)) for name in launch.QUANTIZE_POINTERS), 0, 0)
         yield "packed", arrays["packed"].array, q.packed
         yield "tensor_scale", arrays["tensor_scale"].array, q.tensor_scale
         yield "tensor_amax", arrays["amax_out"].array, q.tensor_amax
