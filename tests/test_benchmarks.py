@@ -207,6 +207,14 @@ def test_misses_stand_below_the_table_with_their_reasons():
     assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
 
 
+def test_each_miss_of_the_committed_record_has_a_reason_and_two_other_designs():
+    missed = [row for row in report.rows_of(json.loads((RESULTS / "h200.json").read_text())) if row.met is False]
+    for row in missed:
+        reason = below_target.reason_of(row)
+        assert reason is not None and reason.why and len(reason.tried) >= 2, row
+    assert [reason for reason in below_target.REASONS if not any(below_target.reason_of(row) is reason for row in missed)] == []
+
+
 def test_plot_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
     record = a_record([a_row(target=0.95, peers={"torchao": 40.0}), a_row(dtype="float32", us=12.0), a_row(recipe="nvfp4-te")])

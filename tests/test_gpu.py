@@ -112,7 +112,7 @@ def test_stochastic(name) -> None:
 def test_stochastic_of_stacked_matrices(name, layout) -> None:
     x = blocks(np.float32, 3 * 40, 320).reshape(3, 40, 320)
     given = np.random.default_rng(3).integers(0, 256, x.shape).astype(np.uint8)
-    amaxes = {"tensor_amax": np.float32([3, 500, 7e4])} if name.startswith("nvfp4") else {}
+    amaxes = {"tensor_amax": cupy.asarray([3, 500, 7e4], np.float32)} if name.startswith("nvfp4") else {}
     for options in ({}, amaxes):
         check(x, name, scale_layout=layout, rounding="stochastic", seed=2**40 + 7, **options)
         check(x, name, scale_layout=layout, rounding="stochastic", seed=cupy.asarray(given), **options)
