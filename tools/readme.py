@@ -20,13 +20,11 @@ MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize, amax given", "nvfp4-te"),
     ("quantize, amax given", "nvfp4-torchao"),
     ("quantize with amax", "nvfp4-modelopt"),
-    ("quantize, amax given", "nvfp4-te-4over6-mse-448"),
     ("quantize along columns", "mxfp8-te"),
     ("quantize_both", "nvfp4-te-2d"),
     ("dequantize", "mxfp4-ocp"),
     ("dequantize", "mxfp8-torchao-rceil"),
     ("fake_quantize 128 equal", "fp8-modelopt"),
-    ("fake_quantize 128 equal", "nvfp4-modelopt"),
 )
 
 
