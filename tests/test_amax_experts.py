@@ -29,7 +29,7 @@ def edges(draw, n, ranks):
     return [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
 
 
-@settings(max_examples=2000)
+@settings(max_examples=1200)
 @given(st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
     """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own bits."""
