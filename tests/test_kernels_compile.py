@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Quantize
 from host.cases_fake import Changed, Clip, Fake, Keep
-from host.cases_grouped import EVERY_KIND, GroupedQuantize
+from host.cases_grouped import EVERY_KIND
+from host.cases_hadamard import AmaxStrips
 from host.cases_layouts import Pack, Swizzle, Transpose
-from host.cases_partial import Partial
+from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
-from host.harness import recorded
+from host.harness import Instantiation, recorded
 from inputs import BF16
 
 from fp4kit.cuda import loader, nvrtc
@@ -25,10 +27,8 @@ DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
 ALL += [Fake(r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
-ALL += EVERY_KIND
 KINDS = [
     Quantize(RECIPES["nvfp4-te"]),
-    GroupedQuantize(Quantize(RECIPES["nvfp4-te"])),
     Quantize(RECIPES["mxfp4-ocp"], F32),
     Quantize(RECIPES["mxfp8-te-e5m2"], F16),
     Quantize(RECIPES["nvfp4-flashinfer"], fake=True),
@@ -43,6 +43,7 @@ KINDS = [
     Amax(F32, by_row=True, mask=TE_SIGN_MASK),
     Amax(F16, by_row=True),
     AmaxColumns(BF16),
+    AmaxStrips(F16),
     Patch(RECIPES["nvfp4-te"]),
     Patch(RECIPES["nvfp4-te"], hadamard=True),
     Patch(RECIPES["mxfp8-te"], F32),
@@ -62,6 +63,8 @@ KINDS = [
     Swizzle("linear", "swizzled_128x4"),
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
+    GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),
+    *EVERY_KIND,
 ]
 
 
@@ -74,10 +77,15 @@ def compiler():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(str(error))
 
 
-def check_compiles(case: Quantize | Dequantize | Amax | AmaxColumns, arch: str) -> None:
+def sources_of(case: Quantize | Dequantize | Amax | AmaxColumns) -> list[Instantiation]:
+    """What a case launches: source and kernel of each."""
     found = recorded([lambda: list(case.run())])
     assert found
-    for source, kernel in found:
+    return found
+
+
+def check_compiles(case: Quantize | Dequantize | Amax | AmaxColumns, arch: str) -> None:
+    for source, kernel in sources_of(case):
         cubin, log = loader.compile_source(source, arch)
         assert cubin.startswith(b"\x7fELF") and kernel.encode() in cubin
         assert log == ""
@@ -92,6 +100,12 @@ def test_every_recipe_compiles(case):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_kind_of_kernel_compiles(case, arch):
     check_compiles(case, arch)
+
+
+def test_there_is_a_case_of_every_kernel():
+    text = "".join(source for case in KINDS for source, _ in sources_of(case))
+    files = Path(loader.__file__).parent.glob("*.cu")
+    assert [file.name for file in files if f'#include "{file.name}"' not in text] == []
 
 
 def test_a_kernel_that_does_not_compile_raises_with_the_log():
