@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, address, aligned, grid
-from fp4kit.cuda.launch import WHOLE
+from fp4kit.cuda.geometry import Launch, address, aligned, grid
+from fp4kit.cuda.launch import LAUNCHES, WHOLE
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import Recipe
@@ -44,6 +44,18 @@ def _function(r: Recipe, dtype: np.dtype, whole: bool, layout: str, fake: bool, 
     return loader.function(source, "quantize_patch_kernel", device)
 
 
+@lru_cache(LAUNCHES)
+def _launch(
+    r: Recipe, dtype: np.dtype, shape: tuple[int, int], whole: bool, layout: str, fake: bool, mask: int | None, device: int
+) -> Launch:
+    rows, columns = shape
+    tall, wide = -(-rows // TILE_ROWS), -(-columns // (TILE_COLUMNS if r.block_rows > 1 else TILE_BYTES // dtype.itemsize))
+    shift = min((tall - 1).bit_length(), BAND_SHIFT)
+    blocks = wide * ((tall + (1 << shift) - 1 >> shift) << shift)
+    function = _function(r, dtype, whole, layout, fake, mask, device)
+    return Launch(function, grid(blocks, device, WHOLE), _ARGUMENTS, rows, columns, shift)
+
+
 def quantize_patch(
     x: Any, r: Recipe, layout: str, amax: Any, row: Side | None, column: Side | None, values: Any = None, mask: int | None = None
 ) -> None:
@@ -52,14 +64,9 @@ def quantize_patch(
     column: codes (K, M/2) or (K, M) and scales of the transposed matrix, M a multiple of the block. values: instead of codes,
     fake-quantized elements of square blocks. mask: sign mask of a Hadamard transform of the columns, in blocks of 1x16.
     """
-    rows, columns = x.shape
-    whole = aligned(x, columns * x.dtype.itemsize) and (values is None or values.data.ptr % 16 == 0)
-    device = x.device.id
-    call = _function(r, x.dtype, whole, layout, values is not None, mask, device)
+    whole = aligned(x, x.shape[1] * x.dtype.itemsize) and (values is None or values.data.ptr % 16 == 0)
     none = Side(None, None, None)
     (packed, scales, scale), (column_packed, column_scales, column_scale) = row or none, column or none
     arrays = (x, packed, scales, column_packed, column_scales, values, amax, scale, column_scale)
-    tall, wide = -(-rows // TILE_ROWS), -(-columns // (TILE_COLUMNS if r.block_rows > 1 else TILE_BYTES // x.dtype.itemsize))
-    shift = min((tall - 1).bit_length(), BAND_SHIFT)
-    arguments = np.array([(*map(address, arrays), rows, columns, shift)], _ARGUMENTS)
-    call((grid(wide * ((tall + (1 << shift) - 1 >> shift) << shift), device, WHOLE),), (THREADS,), (arguments,))
+    launch = _launch(r, x.dtype, x.shape, whole, layout, values is not None, mask, x.device.id)
+    launch(*map(address, arrays))
