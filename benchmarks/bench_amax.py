@@ -10,7 +10,7 @@ from measure import BF16, F16, F32, Bench, check_rows, main
 from rows import element_bytes
 
 import fp4kit
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 
 
 def run(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from rows import Beside, Traffic, element_bytes, quantized_bytes
 import fp4kit
 from fp4kit.cuda.fake import fake_matrix
 from fp4kit.cuda.launch import quantize_matrix
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 
 EXPERT = (1856, 2688)
 UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors; the equal ones beside the loops

@@ -41,8 +41,8 @@ import numpy as np
 from rows import Row, Time, Traffic, formula, traffic_bytes
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import unswizzle_scales
-from fp4kit.testing import assert_same_bits
 
 F32, F16, BF16 = (np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 SIZE = 16384

@@ -11,7 +11,7 @@ from typing import Any
 from below_target import REASONS, Reason, reason_of
 from rows import Row
 
-from fp4kit.tables import markdown as table
+from fp4kit.cli.tables import markdown as table
 
 COLUMNS = ("operation", "recipe", "from", "time, us", "spread", "bytes", "efficiency", "target", "peers: their time / this one")
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

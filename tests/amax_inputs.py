@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_state import AmaxCollector
 
 FC1, FC2 = (f"decoder.layers.0.mlp.experts.linear_{name}.weight_quantizer" for name in ("fc1", "fc2"))

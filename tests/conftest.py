@@ -4,7 +4,7 @@ import pytest
 from host.harness import Host, require_compiler
 from hypothesis import settings
 
-from fp4kit.golden import GoldenSet
+from fp4kit.evidence.golden import GoldenSet
 
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
@@ -12,7 +12,7 @@ settings.load_profile("fp4kit")
 
 @pytest.fixture(scope="session")
 def golden():
-    """The producers' recorded outputs, tests/golden."""
+    """The producers' recorded outputs, as the package carries them."""
     return GoldenSet.find()
 
 

@@ -3,10 +3,10 @@
 import ml_dtypes
 import numpy as np
 
+from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp4kit.layouts import unpack
 from fp4kit.recipes import RECIPES
-from fp4kit.testing import adversarial_blocks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ML_DTYPES = {  # the element formats that ml_dtypes has too

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.testing import adversarial_blocks
+from fp4kit.evidence.testing import adversarial_blocks
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 try:

@@ -10,7 +10,7 @@ import pytest
 from amax_inputs import BASE, FC1, FC2, QKV, SHAPES, assert_same_state, experts_of, state_of
 from safetensors.numpy import load_file, save_file
 
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_state import AmaxState
 

@@ -9,7 +9,7 @@ from amax_inputs import FC1, FC2, QKV, SHAPES, assert_same_state, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_state import AmaxCollector
 

@@ -17,17 +17,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
-    {"formats", "golden", "golden_rows"},
+    {"formats"},
     {"recipes"},
-    {"layouts", "tables"},
+    {"layouts"},
     {"reference", "quantized", "interop"},
-    {"cuda", "testing"},
+    {"cuda"},
     {"ops", "distributed"},
     {"training"},
     {"fp4kit"},
-    {"agreement", "checkpoint", "golden_check", "selftest_sweep"},
-    {"selftest"},
-    {"cli_checkpoint", "cli_selftest"},
+    {"checkpoint", "evidence"},
     {"cli"},
     {"__main__"},
 )

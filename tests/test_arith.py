@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import INV6, divide_ftz, flush, multiply_ftz, narrow_float64, reciprocal_approx_ftz
-from fp4kit.testing import assert_same_bits
 
 TINY = np.float32(2.0**-126)  # the smallest normal
 SPECIAL = np.array(

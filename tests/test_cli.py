@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fp4kit.cli import main
-from fp4kit.golden import GoldenSet
+from fp4kit.evidence.golden import GoldenSet
 from fp4kit.recipes import recipes
 
 
@@ -61,7 +61,7 @@ def test_formats_and_agreement(capsys) -> None:
     assert main(["formats"]) == 0
     assert "NVFP4" in capsys.readouterr().out
     assert main(["recipes", "--agreement"]) == 0
-    assert "mxfp4-torchao-rceil = mxfp4-flashinfer = mxfp4-te" in capsys.readouterr().out
+    assert "mxfp4-te = mxfp4-flashinfer = mxfp4-torchao-rceil" in capsys.readouterr().out
 
 
 def test_module_is_the_command() -> None:

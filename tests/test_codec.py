@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
 
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
 from fp4kit.reference import codec
 from fp4kit.reference.codec import ROUNDINGS, SIGNS, decode, encode, encode_e8m0, encode_magnitude
-from fp4kit.testing import assert_same_bits
 
 FLOATS = tuple(ML_DTYPES)
 INTEGERS = (INT4, INT8)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.golden_rows import ROWS
+from fp4kit.evidence.rows import ROWS
 
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E8M0
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode
-from fp4kit.testing import assert_same_bits
 
 MX = [name for name in NAMES if RECIPES[name].scale is E8M0]
 recipes = pytest.mark.parametrize("name", NAMES)

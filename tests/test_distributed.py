@@ -16,7 +16,7 @@ import pytest
 from fp4kit import distributed
 from fp4kit.cuda import loader
 from fp4kit.distributed import ID_BYTES, Mpi, Nccl, SingleProcess
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 
 ID = bytes(range(ID_BYTES))
 

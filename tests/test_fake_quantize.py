@@ -8,10 +8,10 @@ import pytest
 from inputs import BF16, INPUTS, ORDINARY, as_strided, ordinary
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode, encode
-from fp4kit.testing import assert_same_bits
 
 WITH_RULE = [r.id for r in RECIPES.values() if r.fake_rule]
 WITHOUT_RULE = [r.id for r in RECIPES.values() if not r.fake_rule]

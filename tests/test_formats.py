@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fp4kit import formats
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8
-from fp4kit.testing import assert_same_bits
 
 ML_DTYPES = inputs.ML_DTYPES | {E8M0: ml_dtypes.float8_e8m0fnu}
 FLOATS = tuple(ML_DTYPES)

@@ -6,9 +6,9 @@ import pytest
 from inputs import codes_of
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.codec import decode
-from fp4kit.testing import assert_same_bits
 
 
 def four_over_six(x, amax, error, scale_max):

@@ -1,4 +1,4 @@
-"""Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit (tests/golden/README.md)."""
+"""Every recipe, layout and decoder against the recorded outputs of its producer, bit for bit (evidence/recorded/README.md)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit import golden_check
+from fp4kit.evidence import check as golden_check
+from fp4kit.evidence.check import check_recipe
+from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
-from fp4kit.golden import GoldenSet
-from fp4kit.golden_check import check_recipe
-from fp4kit.golden_rows import ROWS
 from fp4kit.layouts import pad, shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES
@@ -20,7 +21,6 @@ from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.scaling import ONE, TensorScale
 from fp4kit.reference.stochastic import encode_stochastic, philox4x32
-from fp4kit.testing import assert_same_bits
 
 # Recipes that no recorded array pins: their parts are those of recipes that have some.
 UNRECORDED = ("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat")
@@ -357,7 +357,7 @@ def test_the_original_recordings():
     """The full set in its original form, where it lies beside the checkout."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "golden"
     if not folder.is_dir():
-        pytest.skip("the original recordings are not beside this checkout; tests/golden holds the same arrays")
+        pytest.skip("the original recordings are not beside this checkout; the package holds the same arrays")
     original = GoldenSet.open(folder)
     results = [check_recipe(name, original) for name in RECIPES]
     assert sum(result.compared for result in results) > 0

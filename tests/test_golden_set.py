@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.golden import GoldenSet
+from fp4kit.evidence.golden import GoldenSet
 from tools import pack_golden
 
 
@@ -83,12 +83,6 @@ def test_a_set_without_inputs(tmp_path):
 def test_no_set(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"GoldenSet\.open: .* is neither a golden\.npz nor a directory"):
         GoldenSet.open(tmp_path)
-
-
-def test_find_outside_a_checkout(monkeypatch, tmp_path):
-    monkeypatch.setattr("fp4kit.golden.__file__", str(tmp_path / "fp4kit" / "golden.py"))
-    with pytest.raises(FileNotFoundError, match=r"installed packages carry no golden vectors"):
-        GoldenSet.find()
 
 
 def test_the_recorded_set(golden):

@@ -10,7 +10,7 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
 
 import fp4kit
-from fp4kit.golden_rows import ROWS
+from fp4kit.evidence.rows import ROWS
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

@@ -7,7 +7,7 @@ from on_gpu import ON_GPU, cupy, differing
 
 import fp4kit
 from fp4kit.distributed import SingleProcess
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_state import AmaxCollector, AmaxState
 
 pytestmark = ON_GPU

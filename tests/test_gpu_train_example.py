@@ -7,7 +7,7 @@ from on_gpu import ON_GPU, cupy
 
 import fp4kit
 from examples import train_fp4
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import FakeQuantSettings
 
 pytestmark = ON_GPU

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from inputs import BF16
 
 import fp4kit
+from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 from fp4kit.recipes import RECIPES
-from fp4kit.testing import adversarial_blocks, assert_same_bits
 
 RNG = np.random.default_rng(8)
 XS = [RNG.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (0, 64), (3, 128), (1, 32))]

@@ -5,8 +5,8 @@ import pytest
 from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.testing import assert_same_bits
 
 recipes = pytest.mark.parametrize("name", NAMES)
 

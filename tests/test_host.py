@@ -8,8 +8,8 @@ from host.harness import DeviceArray, Host, require_compiler
 from inputs import BF16
 
 from fp4kit.cuda import loader
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
-from fp4kit.testing import assert_same_bits
 
 # A sum over a block: by shuffles in a warp, then through shared memory. Threads must wait for each other, and y has one element.
 SUM = """

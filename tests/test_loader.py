@@ -22,18 +22,22 @@ CUBIN = b"a cubin"
 def test_include_closure_holds_what_is_included_and_nothing_else():
     closure = loader.include_closure(("layout.cuh",))
     assert list(closure) == ["layout.cuh", "types.cuh"]
-    assert closure["types.cuh"] == (loader.SOURCES / "types.cuh").read_text()
+    assert closure["types.cuh"] == loader.files(loader.SOURCES)["types.cuh"].read_text()
     assert {"quantize.cu", "quantize.cuh", "block.cuh", "scale.cuh", "ptx.cuh"} <= set(loader.include_closure(("quantize.cu",)))
     assert "amax.cu" not in loader.include_closure(("quantize.cu",))
 
 
 def test_every_header_is_used():
-    kernels = tuple(path.name for path in loader.SOURCES.glob("*.cu"))
-    assert set(loader.include_closure(kernels)) == {path.name for path in loader.SOURCES.glob("*.cu*")}
+    names = loader.files(loader.SOURCES)
+    assert set(loader.include_closure(tuple(name for name in names if name.endswith(".cu")))) == set(names)
+
+
+def test_names_of_kernel_sources_are_unique():
+    assert len(loader.files(loader.SOURCES)) == len([*loader.SOURCES.rglob("*.cu*")])
 
 
 def test_headers_are_included_once():
-    for path in loader.SOURCES.glob("*.cuh"):
+    for path in loader.SOURCES.rglob("*.cuh"):
         assert path.read_text().count("#pragma once\n") == 1, path.name
 
 
@@ -44,7 +48,7 @@ def test_headers_are_included_once():
 def cache(monkeypatch, tmp_path):
     """An empty cache and a compiler that counts what it is asked for; the sources are a copy that may be changed."""
     sources, folder, compiled = tmp_path / "sources", tmp_path / "cache", []
-    shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    shutil.copytree(loader.SOURCES, sources)
     folder.mkdir()
 
     def compile_cubin(source, headers, options, name):
@@ -55,7 +59,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(loader, "cache_folder", lambda: folder)
     monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
-    caches = (loader.include_closure, loader.function)
+    caches = (loader.include_closure, loader.files, loader.function)
     for cached in caches:
         cached.cache_clear()
     yield SimpleNamespace(sources=sources, folder=folder, compiled=compiled)
@@ -72,7 +76,7 @@ def test_a_cubin_is_compiled_once(cache):
 
 
 def change_header(cache, monkeypatch):
-    path = cache.sources / "types.cuh"  # quantize.cu includes it by way of others
+    path = loader.files(cache.sources)["types.cuh"]  # quantize.cu includes it by way of others
     path.write_text(path.read_text() + "// changed\n")
     loader.include_closure.cache_clear()
 
@@ -100,7 +104,7 @@ def test_a_cubin_depends_on_source_and_architecture(cache):
 
 def test_a_cubin_does_not_depend_on_other_kernels(cache):
     before = loader.cubin_path(SOURCE, "sm_90")
-    (cache.sources / "amax.cu").write_text("")
+    loader.files(cache.sources)["amax.cu"].write_text("")
     loader.include_closure.cache_clear()
     assert loader.cubin_path(SOURCE, "sm_90") == before
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fp4kit
+from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 from fp4kit.reference.partial import segments
-from fp4kit.testing import adversarial_blocks, assert_same_bits
 
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "nvfp4-modelopt", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "mxfp8-te-2d")
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)

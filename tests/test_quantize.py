@@ -11,10 +11,10 @@ import pytest
 from inputs import BF16, FINITE, INPUTS, NAMES, ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import padded_shape, swizzle_scales
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import ALIASES, RECIPES
-from fp4kit.testing import assert_same_bits
 
 recipes = pytest.mark.parametrize("name", NAMES)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4kit.golden_check import check_recipe
+from fp4kit.evidence.check import check_recipe
 from fp4kit.recipes import recipes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized import Quantized
-from fp4kit.testing import assert_same_bits
 
 TARGETS = (
     "nvfp4-te",

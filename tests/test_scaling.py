@@ -7,8 +7,8 @@ import pytest
 from inputs import BF16, FINITE, NAMES, ORDINARY, as_strided, ordinary
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
-from fp4kit.testing import assert_same_bits
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].tensor_scaling != "none"])

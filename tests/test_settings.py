@@ -9,7 +9,7 @@ import pytest
 from inputs import BF16, INPUTS, ordinary
 
 import fp4kit
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings
 
 MXFP4, INT4 = "OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from inputs import ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
 
 import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode
 from fp4kit.reference.stochastic import encode_stochastic, stream_bytes
-from fp4kit.testing import assert_same_bits
 
 
 def philox(counter, key):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fp4kit
 from fp4kit import layouts
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 
 TILED = layouts.SCALE_LAYOUTS[1:]
 

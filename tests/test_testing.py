@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.testing import adversarial_blocks, assert_same_bits
+from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_mpi import mpiexec  # noqa: F401  # the fixture
 
 from examples import train_fp4
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "train_fp4.py"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fp4kit
 import fp4kit.layouts
-from fp4kit.testing import adversarial_blocks, assert_same_bits
+from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 
 SQUARE = ("nvfp4-te-2d", "nvfp4-te-reference-2d", "nvfp4-te-4over6-mae-256-2d", "mxfp8-te-2d")
 

@@ -11,9 +11,9 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.golden_check import cases
-from fp4kit.golden_rows import ROWS
-from fp4kit.testing import assert_same_bits
+from fp4kit.evidence.check import cases
+from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import FakeQuantSettings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,9 +1,9 @@
-"""Pack a directory of original golden files into tests/golden/golden.npz.
+"""Pack a directory of original golden files into fp4kit/evidence/recorded/golden.npz.
 
     python tools/pack_golden.py SRC DST
 
 SRC holds the producers' `<file>.npz` and `inputs.npz`; DST is the directory that gets `golden.npz`. The format is
-described in fp4kit/golden.py. The same files give the same bytes, with the same version of liblzma. The result is read
+described in fp4kit/evidence/golden.py. The same files give the same bytes, with the same version of liblzma. The result is read
 back and compared before the program ends.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4kit.golden import PACKED_NAME, GoldenSet
+from fp4kit.evidence.golden import PACKED_NAME, GoldenSet
 
 # The table of rcp.approx is data of the package, fp4kit/reference/rcp_approx_sm90.npz: the reference computes with it.
 EXCLUDED = ("rcp_approx_sm90",)

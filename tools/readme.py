@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from fp4kit.agreement import COLUMNS, agreement_rows
-from fp4kit.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.evidence.agreement import COLUMNS, agreement_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -18,21 +18,27 @@ from typing import Any
 
 from fp4kit.cuda import nvrtc
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-lineinfo")
 _NOTHING = nullcontext()
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 @cache
+def files(sources: Path) -> dict[str, Path]:
+    """The CUDA C++ files of a tree by their names, which are unique: includes name no folder."""
+    return {path.name: path for path in sorted(sources.rglob("*.cu*"))}
+
+
+@cache
 def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Text of every file of this folder that the named ones include, directly or not, themselves too."""
+    """Text of every kernel source that the named ones include, directly or not, themselves too."""
     found: dict[str, str] = {}
     pending = list(names)
     while pending:
         name = pending.pop()
         if name not in found:
-            found[name] = (SOURCES / name).read_text()
+            found[name] = files(SOURCES)[name].read_text()
             pending += _INCLUDE.findall(found[name])
     return dict(sorted(found.items()))
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import synthetic
 
-from fp4kit import cli_checkpoint
 from fp4kit.checkpoint import ConversionReport, Plan, convert, demo
+from fp4kit.cli import checkpoint as cli_checkpoint
 
 
 class Result(NamedTuple):
@@ -123,7 +123,7 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
     synthetic.bert(tmp_path / "m")
     before = signal.getsignal(signal.SIGTERM)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        monkeypatch.setattr("fp4kit.cli_checkpoint.execute", _signalled_execute(number))
+        monkeypatch.setattr("fp4kit.cli.checkpoint.execute", _signalled_execute(number))
         result = run("convert", tmp_path / "m", tmp_path / "out")
         monkeypatch.undo()
         assert result.code == code

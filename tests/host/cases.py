@@ -16,11 +16,11 @@ import fp4kit
 from fp4kit.cuda import launch
 from fp4kit.cuda.amax_columns import amax_columns
 from fp4kit.cuda.geometry import address
+from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
-from fp4kit.testing import adversarial_blocks
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected

@@ -12,12 +12,12 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cuda import grouped
+from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.ops.quantize import compute_tensor_amax
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.fake import clip_gradient
 from fp4kit.reference.hadamard import TE_SIGN_MASK
-from fp4kit.testing import adversarial_blocks
 
 KINDS = ("row", "adversarial", "uneven", "nonfinite")
 MISALIGNED = (1, 2)  # places of a group that begin one element after a multiple of 16 bytes

@@ -26,8 +26,8 @@ import pytest
 
 import fp4kit.cuda
 from fp4kit.cuda import geometry, loader
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import _reciprocal_table
-from fp4kit.testing import assert_same_bits
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -109,8 +109,8 @@ def included(source: str, sources: Path) -> dict[str, str]:
     """Texts by name of the files of `sources` that a source includes, directly or not."""
     found: dict[str, str] = {}
     for name in re.findall(r'^#include "(\w+\.cuh?)"', source, re.MULTILINE):
-        if name not in found and (sources / name).exists():
-            text = (sources / name).read_text()
+        if name not in found and name in loader.files(sources):
+            text = loader.files(sources)[name].read_text()
             found |= {name: text} | included(text, sources)
     return found
 
@@ -283,10 +283,11 @@ class Host:
         if seen in SEEN_BY_SANITIZERS and not self.compiler.sanitizes:
             pytest.skip("the C++ compiler has no sanitizers")
         sources = folder / "cuda"
-        shutil.copytree(loader.SOURCES, sources, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-        original = (sources / file).read_text()
+        shutil.copytree(loader.SOURCES, sources)
+        path = loader.files(sources)[file]
+        original = path.read_text()
         assert text in original, f"{file} has no {text!r} any more; choose another line to change"
-        (sources / file).write_text(original.replace(text, changed))
+        path.write_text(original.replace(text, changed))
         with Host(folder, self.compiler, sources) as mutant, pytest.raises(AssertionError, match=seen):
             mutant.check(case)
 
@@ -307,7 +308,7 @@ class Host:
     def _compile(self, batch: list[Instantiation]) -> Program:
         text = program_text(batch, self._sources)
         path = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.compiler.build(text, path, self._sources)
+        self.compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
         return Program(path, self._table)
 
     def _function(self, source: str, kernel: str, device: int) -> Callable[..., None]:

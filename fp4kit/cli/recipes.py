@@ -1,47 +1,34 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare | selftest."""
+"""The commands recipes and formats: tables of what there is, and the check against recorded outputs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4kit import __version__, agreement, cli_checkpoint, cli_selftest, tables
-from fp4kit.golden import GoldenSet
-from fp4kit.golden_check import check_recipe
-from fp4kit.golden_rows import ROWS
+from fp4kit.cli import tables
+from fp4kit.evidence import agreement
+from fp4kit.evidence.check import check_recipe
+from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.rows import ROWS
 from fp4kit.recipes import recipe, recipes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 success, 1 a difference was found, 2 an error."""
-    args = _parser().parse_args(argv)
-    try:
-        return int(args.func(args))
-    except (ValueError, TypeError, OSError) as error:
-        print(f"fp4kit {args.command}: {error}", file=sys.stderr)
-        return 2
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fp4kit", description="Bit-exact numerics of 4-bit floating point.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"fp4kit {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def register(commands: Any) -> None:
+    """Add the commands to the subparsers of fp4kit."""
     listing = commands.add_parser("recipes", help="list the recipes, or check them against recorded outputs", allow_abbrev=False)
     listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
     output = listing.add_mutually_exclusive_group()
     output.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
     output.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
-    listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: tests/golden of the checkout)")
+    listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: those of the package)")
     listing.set_defaults(func=_recipes)
     commands.add_parser("formats", help="list the number formats", allow_abbrev=False).set_defaults(func=_formats)
-    cli_checkpoint.register(commands)
-    cli_selftest.register(commands)
-    return parser
 
 
 def _console() -> Console:

@@ -1,7 +1,7 @@
-"""Compare recipes with the recorded arrays of golden_rows. `fp4kit recipes --check` prints it; the tests assert it.
+"""Compare recipes with the recorded arrays of rows. `fp4kit recipes --check` prints it; the tests assert it.
 
 Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN, which no
-producer keeps stable (tests/golden/README.md lists and explains these exceptions).
+producer keeps stable (fp4kit/evidence/recorded/README.md lists and explains these exceptions).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.rows import ROWS, Row
 from fp4kit.formats import E8M0
-from fp4kit.golden import GoldenSet
-from fp4kit.golden_rows import ROWS, Row
 from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fp4kit import __version__, selftest
+from fp4kit import __version__
 from fp4kit.cuda import loader
-from fp4kit.golden import GoldenSet
+from fp4kit.evidence import selftest
+from fp4kit.evidence.golden import GoldenSet
 
 _SHOWN = 20  # differences, and reasons why something was left out
 
@@ -31,13 +32,13 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="eight recipes and smaller tensors: less than 30 s on an H200")
     parser.add_argument(
-        "--golden", metavar="DIR", help="recorded outputs to compare with (default: tests/golden of the checkout)"
+        "--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)"
     )
     parser.set_defaults(func=_selftest)
 
 
 def _selftest(args: argparse.Namespace) -> int:
-    golden = _golden(args.golden)
+    golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     try:
         cupy = loader.cupy()
         compiler = ".".join(map(str, loader.compiler_version()))
@@ -45,19 +46,7 @@ def _selftest(args: argparse.Namespace) -> int:
         raise OSError(str(error)) from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     print(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
-    if golden is None:
-        print("no recorded outputs here (installed packages carry none): outputs are compared with the specification alone;")
-        print("with a checkout of fp4kit: --golden path/to/tests/golden")
     return report(selftest.Engine(cupy), golden, args.quick)
-
-
-def _golden(path: str | None) -> GoldenSet | None:
-    if path is not None:
-        return GoldenSet.open(path)
-    try:
-        return GoldenSet.find()
-    except FileNotFoundError:
-        return None
 
 
 def report(engine: selftest.Engine, golden: GoldenSet | None, quick: bool) -> int:

@@ -8,7 +8,7 @@ Packed form: one `golden.npz` that holds every distinct array once. Its member `
     {"arrays": [[dtype, start, shape], ...], "files": {file: {key: number of the array}, ...}}
 
 and array i is elements [start, start + size) of the member named after its dtype, in row-major order.
-tools/pack_golden.py makes it; tests/golden/README.md says what the arrays are.
+tools/pack_golden.py makes it; fp4kit/evidence/recorded/README.md says what the arrays are.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = Mapping[str, Array]
 
 PACKED_NAME = "golden.npz"
+RECORDED = Path(__file__).parent / "recorded"
 _INPUTS = "inputs"
 _BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of bfloat16
 
@@ -62,24 +63,14 @@ class GoldenSet:
         if not names:
             raise FileNotFoundError(
                 f"GoldenSet.open: {path} is neither a {PACKED_NAME} nor a directory of one or of original .npz files; "
-                "in a checkout of fp4kit, tests/golden is one"
+                f"{RECORDED} is one"
             )
         return cls(path, names, lambda name: _read_npz(path / f"{name}.npz"))
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the set in tests/golden of the checkout that this package runs from.
-
-        Raises:
-            FileNotFoundError: the package runs from elsewhere; installed packages carry no golden vectors.
-        """
-        root = Path(__file__).resolve().parent.parent
-        if not (root / "tests" / "golden" / PACKED_NAME).is_file():
-            raise FileNotFoundError(
-                f"GoldenSet.find: no tests/golden/{PACKED_NAME} in {root}; installed packages carry no golden vectors; "
-                'run from a checkout (pip install -e .), or name a copy: GoldenSet.open("path/to/tests/golden")'
-            )
-        return cls.open(root / "tests" / "golden")
+        """Open the set that the package carries: fp4kit/evidence/recorded."""
+        return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:
         """The names of the files of outputs, sorted, such as "te"."""

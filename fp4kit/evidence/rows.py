@@ -1,4 +1,4 @@
-"""Which recipe must equal which recorded arrays: the table behind golden_check and `fp4kit recipes --check`."""
+"""Which recipe must equal which recorded arrays: the table behind check and `fp4kit recipes --check`."""
 
 from __future__ import annotations
 

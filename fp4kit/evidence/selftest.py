@@ -17,9 +17,11 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.golden import GoldenSet
-from fp4kit.golden_check import Operations, check_row
-from fp4kit.golden_rows import ROWS
+from fp4kit.evidence.check import Operations, check_row
+from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.sweep import SWEEPS, Sweep, differences
+from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.ops.amax import amax
 from fp4kit.ops.dequantize import dequantize
@@ -27,8 +29,6 @@ from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.selftest_sweep import SWEEPS, Sweep, differences
-from fp4kit.testing import adversarial_blocks
 
 FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 BF16 = FLOATS[2]

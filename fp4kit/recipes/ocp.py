@@ -1,0 +1,16 @@
+"""The OCP Microscaling (MX) standard v1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp4kit.formats import MXFP4
+from fp4kit.recipes.schema import Recipe, of_format
+
+
+def recipes() -> Iterator[Recipe]:
+    """In the order of the table."""
+    yield of_format(
+        MXFP4, "mxfp4-ocp", block_rule="e8m0_floor", amax_nan="propagate", exact="to_mx FLOOR",
+        source="OCP MX v1.0, 6.3; torchao mx_formats/mx_tensor.py to_mx FLOOR",
+    )  # fmt: skip

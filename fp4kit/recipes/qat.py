@@ -1,0 +1,17 @@
+"""INT4 fake quantization as open training stacks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp4kit.formats import INT4
+from fp4kit.recipes.schema import Recipe
+
+
+def recipes() -> Iterator[Recipe]:
+    """In the order of the table."""
+    yield Recipe(
+        id="int4-qat", element=INT4, scale=None, block=(1, 128), block_rule=None, tensor_scaling="block", tensor_rule="int4_qat",
+        fake_rule="int4_qat", apply="divide", narrow=True, amax_nan="propagate",
+        source="INT4 fake quantization of open training stacks", exact="clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5)",
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""Recipe: a producer's complete arithmetic for a format, as data that names rules.
+
+A rule is one small function, written in reference/ (the specification) under the name that stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fp4kit.formats import BlockFormat, ElementFormat
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One producer's arithmetic. dataclasses.replace makes a variant: replace(recipe("mxfp4-ocp"), block=(1, 16)).
+
+    element, scale: formats of a value and of a block scale (None: float32 scales only, in tensor_scale).
+    block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
+    tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
+    tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule: dequantize(quantize(x))).
+    apply: whether elements are multiplied with or divided by the factor that the rules give.
+    rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
+    amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
+    flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
+    nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
+    four_over_six: None, "mae" or "mse": each block takes the better of two scales, block maximum at 6 or at 4.
+    fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
+    scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
+    static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
+    narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
+    source: producer, file or function, version. exact: what it equals bit for bit, and where not.
+    """
+
+    id: str
+    element: ElementFormat
+    scale: ElementFormat | None
+    block: tuple[int, int] | None
+    block_rule: str | None
+    source: str
+    exact: str
+    tensor_scaling: Literal["none", "tensor", "row", "block"] = "none"
+    tensor_rule: str | None = None
+    decode_rule: str = "product"
+    fake_rule: str | None = None
+    apply: Literal["multiply", "divide"] = "multiply"
+    rounding: str = "rn"
+    sign: Literal["signbit", "negative", "not_positive"] = "signbit"
+    nan_code: int | None = None
+    nan_is_max: bool = False
+    amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
+    flush: bool = False
+    round_scaled: bool = False
+    four_over_six: Literal["mae", "mse"] | None = None
+    fast_error: bool = False
+    scale_max: int = 448
+    static: bool = False
+    narrow: bool = False
+    fake_only: bool = False
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.id!r})"
+
+    def __hash__(self) -> int:
+        return hash(self.id)  # a hash of all fields takes as long as the rest of a lookup
+
+    @property
+    def block_size(self) -> int:
+        """Elements along the quantized axis that share a block scale (1 where there are no blocks)."""
+        return self.block[1] if self.block else 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows that share a block scale."""
+        return self.block[0] if self.block else 1
+
+    @property
+    def producer(self) -> str:
+        """The second part of the id: te, flashinfer, ..."""
+        return self.id.split("-")[1]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether two codes share a byte."""
+        return self.element.bits == 4
+
+    @property
+    def length_multiple(self) -> int:
+        """What the length of the quantized axis must be a multiple of: whole blocks, whole bytes."""
+        return self.block_size if self.block else 2 if self.is_packed else 1
+
+    @property
+    def format_name(self) -> str:
+        """NVFP4, MXFP4, ...: the first part of the id."""
+        return self.id.split("-", 1)[0].upper()
+
+
+def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+    """A recipe of a block format, with the format's elements, scales and blocks of one row."""
+    scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
+    return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
+
+
+def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
+    """The four variants of a recipe whose blocks take the better of two scales: by error, and by the largest scale."""
+    for error in ("mae", "mse"):
+        for scale_max in (448, 256):
+            name = f"{prefix}-4over6-{error}-{scale_max}"
+            yield replace(base, id=name, block_rule="four_over_six", four_over_six=error, scale_max=scale_max)

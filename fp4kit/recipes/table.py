@@ -1,0 +1,44 @@
+"""The table of recipes: those of all producers, by format; names that mean another; look-up by id."""
+
+from __future__ import annotations
+
+import difflib
+
+from fp4kit.recipes import compressed_tensors, flashinfer, microxcaling, modelopt, ocp, qat, te, torchao
+from fp4kit.recipes.schema import Recipe
+
+_PRODUCERS = (ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat)
+_FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
+
+
+def _table() -> dict[str, Recipe]:
+    found = [recipe for producer in _PRODUCERS for recipe in producer.recipes()]
+    return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
+
+
+RECIPES: dict[str, Recipe] = _table()
+
+# Two names, one rule.
+ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"}
+
+
+def recipes() -> tuple[str, ...]:
+    """Ids of all recipes, in the order of the table."""
+    return tuple(RECIPES)
+
+
+def recipe(id: str | Recipe) -> Recipe:
+    """The recipe of an id or alias; a Recipe is returned as it is.
+
+    Raises ValueError for an unknown id, with the nearest names; TypeError for anything but a str or a Recipe.
+    """
+    if isinstance(id, Recipe):
+        return id
+    if not isinstance(id, str):
+        raise TypeError(f"recipe: got {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe")
+    found = RECIPES.get(ALIASES.get(id, id))
+    if found is None:
+        near = difflib.get_close_matches(id.lower(), [*RECIPES, *ALIASES], n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see fp4kit.recipes()"
+        raise ValueError(f"recipe: no recipe is called {id!r}; {hint}")
+    return found

@@ -1,0 +1,53 @@
+"""torchao 0.19: nvfp4_quantize, and to_mx, whose mode FLOOR is the OCP MX standard's v1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fp4kit import formats
+from fp4kit.formats import MXFP4, NVFP4, BlockFormat
+from fp4kit.recipes.schema import Recipe, of_format
+
+
+def recipes() -> Iterator[Recipe]:
+    """In the order of the table."""
+    for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
+        yield from family
+
+
+def _nvfp4() -> Iterator[Recipe]:
+    torchao = of_format(
+        NVFP4, "nvfp4-torchao", tensor_rule="divided", block_rule="torchao", amax_nan="propagate",
+        nan_code=0xB,  # of 0 * inf: x86's NaN is negative, and its bits round to -1.5
+        source="torchao mx_formats/nvfp4_tensor.py nvfp4_quantize", exact="nvfp4_quantize with a per-tensor scale, on a CPU",
+    )  # fmt: skip
+    yield torchao
+    yield replace(
+        torchao, id="nvfp4-torchao-single", tensor_scaling="none", tensor_rule=None,
+        exact="nvfp4_quantize without a per-tensor scale",
+    )  # fmt: skip
+
+
+def _mxfp4() -> Iterator[Recipe]:
+    for mode in ("rceil", "ceil", "even"):
+        yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")
+
+
+def _mxfp6() -> Iterator[Recipe]:
+    for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
+        for mode in ("floor", "rceil"):
+            yield _to_mx(fmt, mode, f"mxfp6-torchao-{mode}-{fmt.element.name.lower()}")
+
+
+def _mxfp8() -> Iterator[Recipe]:
+    for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
+        for mode in ("floor", "rceil", "ceil", "even"):
+            yield _to_mx(fmt, mode, f"mxfp8-torchao-{mode}{suffix}")
+
+
+def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
+    return of_format(
+        fmt, id, block_rule=f"e8m0_{mode}", amax_nan="propagate",
+        source=f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", exact=f"to_mx {mode.upper()}",
+    )  # fmt: skip
