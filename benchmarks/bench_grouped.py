@@ -12,8 +12,8 @@ from modelopt_loop import Loop
 from rows import Beside, Traffic, element_bytes, quantized_bytes
 
 import fp4kit
-from fp4kit.cuda.fake import fake_matrix
-from fp4kit.cuda.launch import quantize_matrix
+from fp4kit.cuda.launch import Matrix, quantize_matrix
+from fp4kit.cuda.ways import Work
 from fp4kit.evidence.testing import assert_same_bits
 
 EXPERT = (1856, 2688)
@@ -47,11 +47,10 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
     """The launch for a whole array with its amaxes, by itself: a call's checks would take longer than the kernel of 8 tensors."""
     if fake:
         values = x.copy()
-        if r.fake_rule is not None:
-            return lambda: fake_matrix(x, r, amax, values)
-        return lambda: quantize_matrix(x, r, "linear", amax, None, None, None, values=values)
+        return lambda: quantize_matrix(Matrix(x, values=values, tensor_amax=amax), Work(r, x.dtype, x.shape, values=True))
     q = fp4kit.quantize(x, r, tensor_amax=amax)
-    return lambda: quantize_matrix(x, r, "linear", amax, q.packed, q.block_scale, q.tensor_scale)
+    arrays = Matrix(x, q.packed, q.block_scale, None, amax, q.tensor_scale)
+    return lambda: quantize_matrix(arrays, Work(r, x.dtype, x.shape))
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.cuda import launch, loader, nvrtc, pack_codes, swizzle, transpose
+from fp4kit.cuda import loader, nvrtc, pack_codes, swizzle, transpose
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.ways import Work, way_of
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK
@@ -48,7 +49,7 @@ class Kernel(NamedTuple):
 
 def quantize_kernel(r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object) -> Kernel:
     """The kernel that quantizes dtype to a recipe; options as those of recipe_struct."""
-    file = launch.kind_of(r)
+    file = way_of(Work(r, dtype, (1024, 4096), layout, grouped=True)).kernel
     struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
     names += ["hadamard" if name == "sign_mask" else name for name in options]

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp4kit.cuda import loader
+from fp4kit import interop
 
 ID_BYTES = 128  # of an NCCL unique id
 
@@ -125,7 +125,7 @@ class Mpi:
         if _is_host(array):
             message(array, out)
             return out
-        cupy = loader.cupy()
+        cupy = interop.cupy()
         if self.cuda_aware:
             cupy.cuda.get_current_stream().synchronize()
             message(array, out)
@@ -140,7 +140,7 @@ class Mpi:
 
 
 def _empty(like: Any, shape: Any) -> Any:
-    return np.empty(shape, like.dtype) if _is_host(like) else loader.cupy().empty(shape, like.dtype)
+    return np.empty(shape, like.dtype) if _is_host(like) else interop.cupy().empty(shape, like.dtype)
 
 
 def _import_mpi() -> Any:
@@ -174,7 +174,7 @@ class Nccl:
                 "that Nccl.unique_id() gave one process"
             )
         self.rank, self.size = rank, size
-        self.device = loader.cupy().cuda.Device().id
+        self.device = interop.cupy().cuda.Device().id
         self._comm = self._nccl.NcclCommunicator(size, bytes(unique_id), rank)
 
     @staticmethod
@@ -208,7 +208,7 @@ class Nccl:
     def all_reduce_max(self, array: Any) -> Any:
         """See Communicator; a CuPy array is reduced in place."""
         if _is_host(array):
-            return self.all_reduce_max(loader.cupy().asarray(array)).get()
+            return self.all_reduce_max(interop.cupy().asarray(array)).get()
         self._check(array)
         kind = getattr(self._nccl, f"NCCL_{array.dtype.name.upper()}", None)
         if kind is None:
@@ -221,7 +221,7 @@ class Nccl:
         """See Communicator; one collective call for equal counts, else one broadcast a rank, as one group."""
         counts = _check_gather(array, counts, self)
         if _is_host(array):
-            found = self.all_gather(loader.cupy().asarray(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
+            found = self.all_gather(interop.cupy().asarray(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
             return SingleProcess().all_gather(found.get().view(array.dtype), out=out)
         self._check(array)
         out = _empty(array, sum(counts)) if out is None else out
@@ -241,7 +241,7 @@ class Nccl:
         self._nccl.groupEnd()
 
     def _stream(self) -> int:
-        return int(loader.cupy().cuda.get_current_stream().ptr)
+        return int(interop.cupy().cuda.get_current_stream().ptr)
 
     def _check(self, array: Any) -> None:
         if array.device.id != self.device or not array.flags.c_contiguous:
@@ -253,7 +253,7 @@ class Nccl:
 
 
 def _import_nccl() -> Any:
-    loader.cupy()
+    interop.cupy()
     try:
         from cupy.cuda import nccl
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""DLPack in: arrays of other libraries as NumPy arrays, without a copy.
+"""Arrays of other libraries, without a copy: DLPack in as NumPy arrays, CUDA arrays as CuPy's; and where CuPy is.
 
 NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so the capsule is read here, for every dtype alike. The
 structures are those of dlpack.h (DLPack 1.x), the capsule protocol that of the Python array API standard.
@@ -10,12 +10,16 @@ capsule itself, so the exporter's memory lives exactly as long as the last view 
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ["as_array", "as_arrays", "device_name"]
+__all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_array", "making_current"]
 
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
 _DEVICE_NAMES = {
@@ -240,3 +244,58 @@ def _shape(tensor: _DLTensor) -> tuple[int, ...]:
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
     return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None
+
+
+# ---- CuPy -----------------------------------------------------------------------------------------------------------------
+
+_NOTHING = nullcontext()
+
+
+@cache
+def cupy() -> Any:
+    """The cupy module. Raises RuntimeError with what to install or what is missing."""
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise RuntimeError(
+            'fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]" or "fp4kit[cuda13]", as the driver needs'
+        ) from error
+    try:
+        count = module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"fp4kit.cuda: no usable CUDA driver ({error}); install or update NVIDIA's driver") from error
+    if not count:
+        raise RuntimeError("fp4kit.cuda: the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return module
+
+
+def making_current(device: int) -> AbstractContextManager[Any]:
+    """Context in which a device is the current one: nothing to do where it already is."""
+    cuda = cupy().cuda
+    return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
+
+
+def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
+    """The arrays without a copy, all of one device: NumPy arrays, or CuPy arrays where they are on a GPU."""
+    if _one_cupy_device(named.values()):
+        return tuple(named.values())
+    if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
+        return as_arrays(op, **named)
+    check_one_device(op, **named)
+    module = cupy()
+    return tuple(a if isinstance(a, module.ndarray) else module.from_dlpack(a) for a in named.values())
+
+
+def _one_cupy_device(arrays: Iterable[Any]) -> bool:
+    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's time."""
+    kind = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
+
+
+def _on_cuda(a: Any, name: str) -> bool:
+    return device_name(a, name).startswith("cuda")
+
+
+def is_array(a: Any) -> bool:
+    """Whether it is an array of some library, which exports its memory."""
+    return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")

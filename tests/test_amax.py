@@ -6,8 +6,8 @@ import pytest
 from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
 
 import fp4kit
+from fp4kit.cuda.engine.amax import reduced_columns
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.ops.amax_on_device import reduced_columns
 from fp4kit.recipes import RECIPES
 
 BLOCKED = [r.id for r in RECIPES.values() if r.block]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from on_gpu import ON_GPU, check
 
-from fp4kit.cuda.launch import TABLE_LEAST
+from fp4kit.cuda.ways import TABLE_LEAST
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

@@ -8,11 +8,11 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy
 
 import fp4kit
-from fp4kit.cuda.quantize_patch import supports
+from fp4kit.cuda.ways import patches
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
-SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and supports(r)]
+SUPPORTED = [r.id for r in RECIPES.values() if not r.fake_only and patches(r)]
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32)
 
 

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.cuda import fake, geometry, launch, loader
+from fp4kit import interop
+from fp4kit.call.parse import Call
+from fp4kit.cuda import engine, geometry, launch, loader
+from fp4kit.cuda import prepared as prepared_call
 from fp4kit.cuda.geometry import Launch
-from fp4kit.ops import fake_on_device, on_device, prepared_call
-from fp4kit.ops.prepare import Prepared
+from fp4kit.cuda.ways import ROWS
 from fp4kit.quantized import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -78,7 +80,7 @@ def gpu(monkeypatch):
         moveaxis=lambda a, source, target: a,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(loader, "cupy", lambda: cupy)
+    monkeypatch.setattr(interop, "cupy", lambda: cupy)
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(prepared_call, "_CALLS", {})
 
@@ -86,7 +88,7 @@ def gpu(monkeypatch):
         return lambda grid, threads, arguments: state.log.append((kernel, source, grid, threads, arguments[0].tobytes()))
 
     monkeypatch.setattr(loader, "function", function)
-    caches = [f for m in (fake, launch) for f in vars(m).values() if hasattr(f, "cache_clear")]
+    caches = [f for m in (launch,) for f in vars(m).values() if hasattr(f, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
     state.log.clear()
@@ -114,10 +116,8 @@ def logged(gpu, call):
 
 def forbid(monkeypatch):
     """The full way must not be gone again."""
-    for module in (on_device, fake_on_device):
-        for name in ("quantize", "dequantize", "fake_quantize"):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the call went the full way"))
+    for name in ("quantize", "dequantize", "fake_quantize"):
+        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call went the full way"))
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
@@ -137,11 +137,11 @@ def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, r
 
 def amax_out(line):
     """Where a launch of quantize copies the amax to; 0 for nowhere."""
-    return int(np.frombuffer(line[4], launch.QUANTIZE)["amax_out"][0])
+    return int(np.frombuffer(line[4], ROWS.struct)["amax_out"][0])
 
 
 def with_amax_out(line, address):
-    arguments = np.frombuffer(line[4], launch.QUANTIZE).copy()
+    arguments = np.frombuffer(line[4], ROWS.struct).copy()
     arguments["amax_out"] = address
     return (*line[:4], arguments.tobytes())
 
@@ -286,7 +286,7 @@ def test_an_argument_that_cannot_be_hashed_has_no_key(gpu):
 
 
 def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
-    monkeypatch.setattr(loader, "cupy", lambda: pytest.fail("CuPy was imported"))
+    monkeypatch.setattr(interop, "cupy", lambda: pytest.fail("CuPy was imported"))
     x = np.zeros((2, 32), np.float32)
     q = fp4kit.quantize(x, "mxfp4-ocp")
     fp4kit.quantize(x, "mxfp4-ocp", out=q)
@@ -319,9 +319,9 @@ UNUSUAL = {
 def test_the_unusual_is_not_prepared(gpu, case):
     recipe, x, options = UNUSUAL[case]
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
-    p = Prepared(x, fp4kit.recipe(recipe), axis, x, {"tensor_amax": options.get("amax")})
-    assert prepared_call.quantize(p, layout) is None
-    assert prepared_call.fake_quantize(p, x) is None or layout != "linear"
+    call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
+    assert prepared_call.quantize(call) is None
+    assert prepared_call.fake_quantize(call, x) is None or layout != "linear"
 
 
 def test_an_error_is_not_kept(gpu):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from host.cases_patch import patches
 
-from fp4kit.cuda.quantize_patch import supports
+from fp4kit.cuda.ways import patches as is_patched
 from fp4kit.recipes import RECIPES
 
-SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and supports(r)]
+SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]
 
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(patches(SUPPORTED))), ids=str)

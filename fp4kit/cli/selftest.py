@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fp4kit import __version__
+from fp4kit import __version__, interop
 from fp4kit.cuda import loader
 from fp4kit.evidence import selftest
 from fp4kit.evidence.golden import GoldenSet
@@ -40,7 +40,7 @@ def register(commands: Any) -> None:
 def _selftest(args: argparse.Namespace) -> int:
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     try:
-        cupy = loader.cupy()
+        cupy = interop.cupy()
         compiler = ".".join(map(str, loader.compiler_version()))
     except RuntimeError as error:
         raise OSError(str(error)) from error

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit import interop
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
-from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES
+from fp4kit.cuda.ways import KEPT
 
 _COLUMNS = np.dtype([("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")])
 _WARP = 32
@@ -24,7 +25,7 @@ def _function(dtype: np.dtype, whole: bool, device: int) -> Any:
     return loader.function(source, "amax_columns_kernel", device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: int) -> Launch:
     matrices, rows, columns = shape
     width = 16 // dtype.itemsize if whole else 1  # columns of a thread
@@ -37,7 +38,7 @@ def _launch(dtype: np.dtype, whole: bool, shape: tuple[int, int, int], device: i
 def amax_columns(x: Any) -> Any:
     """Largest magnitude of each column of contiguous matrices (B, M, K): float32 (B, K), NaN where a column has one."""
     matrices, _, columns = x.shape
-    out = loader.cupy().zeros((matrices, columns), np.float32)
+    out = interop.cupy().zeros((matrices, columns), np.float32)
     if x.size:
         launch = _launch(x.dtype, aligned(x, columns * x.dtype.itemsize), x.shape, x.device.id)
         launch(x.data.ptr, out.data.ptr)

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit import interop
+from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, Launch, grid
-from fp4kit.cuda.launch import AMAX, LAUNCHES, transform_struct
+from fp4kit.cuda.launch import AMAX, transform_struct
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES
-from fp4kit.reference.hadamard import BLOCK
+from fp4kit.cuda.ways import KEPT
 
 _WORD = 4  # bytes that a thread takes of a row
 
@@ -24,10 +26,11 @@ def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int
     return loader.function(source, "amax_strips_kernel", device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
-    return Launch(_function(dtype, counted, whole, mask, device), grid(rows // BLOCK * wide, device), AMAX, rows, columns)
+    function, strips = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
+    return Launch(function, grid(strips * wide, device), AMAX, rows, columns)
 
 
 def amax_strips(x: Any, counted: str, mask: int) -> Any:
@@ -36,7 +39,7 @@ def amax_strips(x: Any, counted: str, mask: int) -> Any:
     The same as cuda.launch.amax of the transposed matrix. counted: "all", "no_nan" or "finite". mask: sign mask.
     """
     rows, columns = x.shape
-    out = loader.cupy().zeros((), np.float32)
+    out = interop.cupy().zeros((), np.float32)
     if x.size:
         whole = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
         _launch(x.dtype, counted, whole, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import loader
+from fp4kit import interop
 
 THREADS = 256
 BLOCKS_PER_SM = 16
@@ -21,7 +21,7 @@ UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of t
 @cache
 def multiprocessors(device: int) -> int:
     """Multiprocessors of a device."""
-    return int(loader.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
+    return int(interop.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
 def resident(device: int) -> int:
@@ -92,3 +92,11 @@ def address(array: Any) -> int:
 def aligned(array: Any, run_bytes: int) -> bool:
     """Whether runs of run_bytes from the array's start all begin at multiples of 16 bytes."""
     return array.data.ptr % 16 == 0 and run_bytes % 16 == 0
+
+
+def ready(array: Any) -> Any:
+    """A contiguous array at a multiple of 16 bytes, copied where it is not; None stays."""
+    if array is None:
+        return None
+    array = interop.cupy().ascontiguousarray(array)
+    return array if array.data.ptr % 16 == 0 else array.copy()

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fp4kit import interop
 from fp4kit.cuda import geometry, loader
-from fp4kit.cuda.fake import CLIP
+from fp4kit.cuda.clip import CLIP
 from fp4kit.cuda.geometry import THREADS, address, aligned, check_count
-from fp4kit.cuda.launch import AMAX, QUANTIZE, kind_of, rows_and_columns, transform_struct, whole_runs
+from fp4kit.cuda.launch import AMAX, Matrix, is_whole, struct_of, transform_struct
 from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, has_table, recipe_struct
-from fp4kit.recipes import Recipe
+from fp4kit.cuda.traits import TYPES, has_table
+from fp4kit.cuda.ways import Work, way_of
 
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
 _PART = np.dtype([("member", "u4"), ("index", "u4")])
@@ -30,20 +31,6 @@ PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is litt
 # against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10
 # (H200, 2026-11-21).
 FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
-
-
-class Matrix(NamedTuple):
-    """What is quantized of one matrix: the arguments of launch.quantize_matrix, but for those that are a whole call's."""
-
-    x: Any
-    amax: Any = None
-    packed: Any = None
-    scales: Any = None
-    tensor_scale: Any = None
-    values: Any = None
-    block_amax: Any = None
-    random: Any = None
-    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,46 +83,36 @@ def prepare_group(
         group["parts"], group["first"] = total, np.pad(first, (0, FEW - len(first)), constant_values=2**32 - 1)
         group["members"][0, : len(members)] = members
     else:
-        table = loader.cupy().asarray(table_of(members))
+        table = interop.cupy().asarray(table_of(members))
         group = np.array([(table.data.ptr, len(members), total)], _GROUP)
     return Launch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
 
 
 @cache
-def _quantize_function(
-    r: Recipe, dtype: np.dtype, whole: bool, small: bool, layout: str, fake: bool, stochastic: bool, mask: int | None, device: int
-) -> Any:
-    file = "grouped_fake" if fake and r.fake_rule is not None else f"grouped_{kind_of(r)}"
-    struct = recipe_struct(r, layout, fake=fake, stochastic=stochastic, sign_mask=mask)
-    return loader.function(
-        instantiation(file, struct, Input=TYPES[dtype], kAligned=whole, kSmall=small), f"{file}_kernel", device
-    )
+def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=whole, kSmall=small)
+    return loader.function(source, f"grouped_{kernel}_kernel", device)
 
 
-def quantize_group(
-    matrices: Sequence[Matrix], r: Recipe, layout: str, *, seed: int | None = None, mask: int | None = None
-) -> Launch:
-    """The launch that does launch.quantize_matrix of each matrix, or fake.fake_matrix where the recipe has a fake_rule.
+def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int = 0) -> Launch:
+    """The launch that does launch.quantize_matrix of each matrix.
 
-    All of one dtype and one device; all with values, or none.
-
-    Matrices without elements are of shape (n, 0), where n is how many tensor scales they have.
+    works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n, 0),
+    where n is how many tensor scales they have.
     """
-    first = matrices[0]
-    shapes = [rows_and_columns(m.x.shape, r) if m.x.size else m.x.shape for m in matrices]
-    whole = [whole_runs(m.x, m.values, *shape) for m, shape in zip(matrices, shapes, strict=True)]
-    arguments = np.zeros(len(matrices), QUANTIZE)
-    fields = {"amax": "tensor_amax"}
-    for name, column in zip(Matrix._fields, zip(*matrices, strict=True), strict=True):
-        arguments[fields.get(name, name)] = column if name == "group" else [address(a) for a in column]
-    arguments["seed"] = seed or 0
-    arguments["rows"], arguments["columns"] = zip(*shapes, strict=True)
-    stochastic = seed is not None or any(m.random is not None for m in matrices)
+    first, r = matrices[0], works[0].recipe
+    way = way_of(works[0]._replace(grouped=True))
+    whole = [is_whole(m, w) for m, w in zip(matrices, works, strict=True)]
+    arguments = np.zeros(len(matrices), way.arguments.struct)
+    for name in way.arguments.pointers:
+        arguments[name] = [address(getattr(m, name)) for m in matrices]
+    arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
+    sizes = [w.seen_shape if m.x.size else m.x.shape for m, w in zip(matrices, works, strict=True)]
+    arguments["rows"], arguments["columns"] = zip(*sizes, strict=True)
     device, small = first.x.device.id, is_small(matrices)
-    function = _quantize_function(r, first.x.dtype, all(whole), small, layout, first.values is not None, stochastic, mask, device)
+    function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
-    most = FEWEST_ELEMENTS if simple else MOST_ELEMENTS
-    parts = parts_of(np.array([m.x.size for m in matrices]), device, most)
+    parts = parts_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
     return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
 
 
@@ -164,7 +141,7 @@ def amax_group(xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: boo
 
 
 class Clip(NamedTuple):
-    """The arguments of fake.clip_gradient."""
+    """The arguments of clip.clip_gradient."""
 
     grad: Any
     x: Any
@@ -179,7 +156,7 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, de
 
 
 def clip_group(clips: Sequence[Clip]) -> Launch:
-    """The launch that does fake.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one device."""
+    """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one device."""
     whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
     first = clips[0]

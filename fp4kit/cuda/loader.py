@@ -11,16 +11,15 @@ import hashlib
 import os
 import re
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fp4kit import interop
 from fp4kit.cuda import nvrtc
 
 SOURCES = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-lineinfo")
-_NOTHING = nullcontext()
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -91,33 +90,9 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
 
 @cache
-def cupy() -> Any:
-    """The cupy module. Raises RuntimeError with what to install or what is missing."""
-    try:
-        import cupy as module
-    except ImportError as error:
-        raise RuntimeError(
-            'fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]" or "fp4kit[cuda13]", as the driver needs'
-        ) from error
-    try:
-        count = module.cuda.runtime.getDeviceCount()
-    except module.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"fp4kit.cuda: no usable CUDA driver ({error}); install or update NVIDIA's driver") from error
-    if not count:
-        raise RuntimeError("fp4kit.cuda: the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES")
-    return module
-
-
-def making_current(device: int) -> AbstractContextManager[Any]:
-    """Context in which a device is the current one: nothing to do where it already is."""
-    cuda = cupy().cuda
-    return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
-
-
-@cache
 def function(source: str, kernel: str, device: int) -> Any:
     """CuPy function of a kernel of an instantiation, loaded on a device. A cache entry that does not load is built again."""
-    module = cupy()
+    module = interop.cupy()
     with module.cuda.Device(device) as current:
         arch = architecture(current.compute_capability)
         try:

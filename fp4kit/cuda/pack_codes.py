@@ -9,8 +9,8 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
-from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.ways import KEPT
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("bytes", "i8")])
 _BYTES_PER_THREAD = 32  # of packed codes: four loads
@@ -26,7 +26,7 @@ def _function(kernel: str, whole: bool, device: int) -> Any:
     return loader.function(source(whole), kernel, device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _launch(kernel: str, whole: bool, packed_bytes: int, device: int) -> Launch:
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, whole, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)

@@ -6,19 +6,22 @@ with a table of arguments in device memory (`prepare`). Arrays of all matrices a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
+from fp4kit.call.parse import Declined
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, grid
 from fp4kit.cuda.grouped import Launch, parts_of, prepare_group
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.ways import Work, way_of
 from fp4kit.recipes import Recipe
 
+FLOAT32 = np.dtype(np.float32)
 RUN = 16  # elements that a thread casts; matrices have rows of whole runs
 PER_SM = 64  # thread blocks a multiprocessor: on an H200 (2026-11-21) 16 take 6% longer, one for each piece of work up to 20%
 
@@ -67,6 +70,22 @@ def prepare(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np
     """The launch of a kernel for all matrices of a table. held: the arrays that the table points to."""
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), parts_of(RUN * work, device), held)
+
+
+# ---- what the kernels take --------------------------------------------------------------------------------------------------
+
+
+def check_blocks(r: Recipe) -> None:
+    """Raise Declined for blocks that the kernels do not have: theirs are those of quantize."""
+    way_of(Work(r, FLOAT32, (r.block_rows, r.block_size)))
+
+
+def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
+    """Raise Declined for blocks, or sizes of a matrix, that the kernels do not have: they number runs with 31 bits."""
+    check_blocks(r)
+    for M, K in shapes:
+        if M * K >= RUN << 31:
+            raise Declined(f"a matrix of {M * K} elements; the CUDA kernels take less than {RUN << 31}")
 
 
 # ---- one matrix -----------------------------------------------------------------------------------------------------------

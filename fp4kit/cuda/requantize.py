@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit import interop
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, Launch, address, grid
-from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.ways import KEPT
 from fp4kit.recipes import Recipe
 
 _POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
@@ -25,7 +26,7 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
     return loader.function(source, kernel, device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
@@ -48,7 +49,7 @@ def keep_codes(
 
     source, source_scales: contiguous codes and linear E8M0 scales of r, aligned to 8 bytes. dtype: of what was quantized.
     """
-    extent = loader.cupy().zeros(3, np.uint32)
+    extent = interop.cupy().zeros(3, np.uint32)
     arrays = (source, source_scales, extent, packed, scales, tensor_scale, tensor_amax)
     unsigned_zero = r.decode_rule == "e8m0_flashinfer_host"
     for kernel in ("exponents_kernel", "keep_kernel"):
@@ -56,7 +57,7 @@ def keep_codes(
         launch(*map(address, arrays))
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _changed_launch(count: int, device: int) -> Launch:
     function = loader.function(instantiation("requantize_changed"), "changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
@@ -64,7 +65,7 @@ def _changed_launch(count: int, device: int) -> Launch:
 
 def count_changed(x: Any, y: Any) -> Any:
     """How many values of two contiguous float32 arrays differ in their bits, NaN equal to NaN: int64 (), on their device."""
-    changed = loader.cupy().zeros((), np.int64)
+    changed = interop.cupy().zeros((), np.int64)
     if x.size:
         _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed)))
     return changed

@@ -9,8 +9,8 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
-from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.ways import KEPT
 
 _ARGUMENTS = np.dtype([("in", "u8"), ("out", "u8"), ("matrices", "i8"), ("rows", "i8"), ("columns", "i8")])
 
@@ -25,7 +25,7 @@ def _function(layout: str, target: str, quads: bool, device: int) -> Any:
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)

@@ -9,8 +9,8 @@ import numpy as np
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, aligned, grid
-from fp4kit.cuda.launch import LAUNCHES
 from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.ways import KEPT
 from fp4kit.recipes import Recipe
 
 _POINTERS = ("codes", "scales", "codes_out", "scales_out")
@@ -36,7 +36,7 @@ def _function(bits: int, block: int, layout: str, whole: bool, words: bool, devi
     return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
 
 
-@lru_cache(LAUNCHES)
+@lru_cache(KEPT)
 def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int) -> Launch:
     function = _function(bits, block, layout, whole, words, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.ops import amax_on_device, check, on_device
-from fp4kit.ops.prepare import import_arrays, prepare, stack
+from fp4kit.call import check
+from fp4kit.call.parse import array_call
+from fp4kit.interop import import_arrays
+from fp4kit.ops.engines import run
 from fp4kit.recipes import Recipe
-from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 
 
 def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.ndarray:
@@ -26,35 +27,8 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
     Numerics: exact. NaN propagates, but recipes that ignore NaN in their amax do so here.
     """
     if recipe is None:
-        return _plain_amax(x, axis)
-    p = prepare("amax", x, recipe, -1 if axis is None else axis)
-    if p.on_device:
-        return on_device.amax(p)
-    if p.recipe.block is None:
-        from fp4kit.ops.quantize import compute_tensor_amax
-
-        return compute_tensor_amax(p.moved, p.recipe)
-    height, width = p.recipe.block
-    *lead, K = p.moved.shape
-    shape = (*lead[:-1], -(-lead[-1] // height), K // width) if lead else (K // width,)
-    out = np.zeros(shape, np.float32)
-    if not out.size:
-        return out
-    matrices = stack(p.moved, p.recipe)
-    flat = out.reshape(len(matrices), -1, K // width)
-    for i, matrix in enumerate(matrices):
-        for rows, columns in tiles(matrix.shape, p.recipe.block):
-            target = flat[i][rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width]
-            target[...] = block_amax(np.ascontiguousarray(matrix[rows, columns], np.float32), p.recipe)
-    return out
-
-
-def _plain_amax(x: Any, axis: Any) -> np.ndarray:
-    (x,) = import_arrays("amax", x=x)
-    check.check_float("amax", x)
-    if not isinstance(x, np.ndarray):
-        return amax_on_device.plain_amax(x, axis)
-    if axis is not None:
-        return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
-    chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
-    return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)
+        (x,) = import_arrays("amax", x=x)
+        check.check_float("amax", x)
+        return run("amax", "plain_amax", x, x, axis)
+    call, _ = array_call("amax", x, recipe, -1 if axis is None else axis)
+    return run("amax", "amax", call.x, call)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.interop import import_arrays
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.prepare import import_arrays
 from fp4kit.quantized import Quantized
 
 Count = tuple[int, int]  # differing, compared

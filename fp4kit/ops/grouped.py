@@ -6,17 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import loader
-from fp4kit.ops import check, on_device
+from fp4kit import interop
+from fp4kit.call import check
+from fp4kit.call.parse import Hadamard, array_call, backward_call
+from fp4kit.cuda.clip_group import ClipGroup
+from fp4kit.cuda.engine.amax import amax_rows, reduced_rows
+from fp4kit.cuda.group import AmaxRows
+from fp4kit.cuda.group import amaxes as device_amaxes
 from fp4kit.ops.amax import amax as single_amax
-from fp4kit.ops.amax_on_device import reduced_rows
-from fp4kit.ops.fake_quantize import fake_quantize_backward, prepare_backward
-from fp4kit.ops.grouped_clip import ClipGroup
-from fp4kit.ops.grouped_on_device import AmaxRows
-from fp4kit.ops.grouped_on_device import amaxes as device_amaxes
+from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
-from fp4kit.ops.prepare import prepare
-from fp4kit.ops.quantize import Hadamard
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
@@ -29,15 +28,15 @@ def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = Non
     arrays, _ = arrays_of("amax_grouped", xs)
     if not arrays or isinstance(arrays[0], np.ndarray):
         return [single_amax(x, recipe, axis=axis) for x in arrays]
-    with loader.cupy().cuda.Device(arrays[0].device.id):
+    with interop.cupy().cuda.Device(arrays[0].device.id):
         return device_amaxes([_amax_rows(x, recipe, axis) for x in arrays])
 
 
 def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
     """What launch.amax takes for one call of amax."""
     if recipe is not None:
-        p = prepare("amax_grouped", x, recipe, -1 if axis is None else axis)
-        return on_device.amax_rows(p, loader.cupy().ascontiguousarray(p.moved))
+        call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
+        return amax_rows(call, interop.cupy().ascontiguousarray(call.moved))
     check.check_float("amax_grouped", x)
     rows, shape = reduced_rows(x, axis)
     return (rows, "all", axis is not None), shape
@@ -102,4 +101,5 @@ def fake_quantize_grouped_backward(
             fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
             for g, x, a in zip(grads, arrays, amaxes, strict=True)
         ]
-    return ClipGroup([prepare_backward(g, x, recipe, axis, a) for g, x, a in zip(grads, arrays, amaxes, strict=True)]).clip()
+    calls = [backward_call(op, g, x, recipe, axis, a) for g, x, a in zip(grads, arrays, amaxes, strict=True)]
+    return ClipGroup([call for call, _ in calls], [clip_amax(*pair) for pair in calls]).clip()

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.ops import check, quantize
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward, prepare_backward
-from fp4kit.ops.grouped_clip import ClipGroup
-from fp4kit.ops.grouped_on_device import Group, cut
-from fp4kit.ops.prepare import Prepared, import_arrays, is_array, prepare
+from fp4kit.call.amaxes import given_tensor_amax, tensor_amax_shape
+from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call, check_codes, with_amaxes, with_options
+from fp4kit.cuda.clip_group import ClipGroup
+from fp4kit.cuda.group import Group, cut
+from fp4kit.interop import import_arrays, is_array
+from fp4kit.ops.engines import run
+from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_backward
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
+from fp4kit.reference.engine import compute_tensor_amax
 
 
 class Given(NamedTuple):
@@ -114,12 +117,12 @@ class GroupedPlan:
         scale_layout: str = "linear",
         rounding: str = "nearest",
         seed: Any = None,
-        hadamard: quantize.Hadamard = False,
+        hadamard: Hadamard = False,
         block_amax: Any = None,
         op: str = "GroupedPlan",
     ) -> None:
-        self.recipe, self._op, self._axis, self._layout, self._hadamard = find_recipe(recipe), op, axis, scale_layout, hadamard
-        self._random = {"rounding": rounding, "seed": seed}
+        self.recipe, self._op, self._axis, self._hadamard = find_recipe(recipe), op, axis, hadamard
+        self._options = Options(scale_layout, rounding, seed, hadamard)
         self._given: dict[str, Given] = {}
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
@@ -129,32 +132,32 @@ class GroupedPlan:
         values = {name: given.value for name, given in self._given.items()}
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
         arrays, stack = arrays_of(self._op, values["xs"])
-        self._prepared = self._prepare(arrays, values)
+        self._calls = self._parse(arrays, values)
         self._given = {name: Given.of(value) for name, value in values.items()}
         self._codes: list[Quantized] | None = None
         self._values: list[Any] | None = None
         self._clip: tuple[Given, ClipGroup] | None = None
-        self._group = self._make_group(stack) if self._prepared and self._prepared[0].on_device else None
-        shapes = [check.tensor_amax_shape(p.moved.shape, self.recipe) for p in self._prepared]
+        self._group = self._make_group(stack) if self._calls and self._calls[0].on_device else None
+        shapes = [tensor_amax_shape(call.moved.shape, self.recipe) for call in self._calls]
         computed = self._group is None and self.recipe.tensor_scaling != "none" and "tensor_amax" not in values
         self._vector = np.zeros(sum(map(prod, shapes)), np.float32) if computed else None
         self._amaxes = cut(self._vector, shapes) if computed else []
 
-    def _prepare(self, xs: list[Any], values: dict[str, Any]) -> list[Prepared]:
+    def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
+        """A call for each array, with the amaxes as they were given: what is written into them later counts."""
         amaxes, blocks = (per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax"))
-        seed = self._random["seed"]
-        return [
-            prepare(self._op, x, self.recipe, self._axis, tensor_amax=a, block_amax=b, seed=seed)
-            for x, a, b in zip(xs, amaxes, blocks, strict=True)
-        ]
+        calls = []
+        for x, a, b in zip(xs, amaxes, blocks, strict=True):
+            given = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
+            call, given = array_call(self._op, x, self.recipe, self._axis, **given)
+            call = with_options(call, self._options._replace(seed=given["seed"]))
+            calls.append(call._replace(tensor_amax=given["tensor_amax"], block_amax=given["block_amax"]))
+        return calls
 
     def _make_group(self, stack: Any) -> Group:
-        random = [quantize.random_source(self._op, p, self._random["rounding"]) for p in self._prepared]
-        moved = None if stack is None else np.moveaxis(stack, self._prepared[0].axis + 1, -1)
-        return Group(self._op, self._prepared, moved, self._layout, random, self._masks()[0])
-
-    def _masks(self) -> list[int | None]:
-        return [quantize.sign_mask(self._op, self._hadamard, p) for p in self._prepared]
+        moved = None if stack is None else np.moveaxis(stack, self._calls[0].axis + 1, -1)
+        checked = [with_amaxes(call, None, call.block_amax)._replace(tensor_amax=call.tensor_amax) for call in self._calls]
+        return Group(checked, moved)
 
     @property
     def amax_vector(self) -> Any:
@@ -175,9 +178,9 @@ class GroupedPlan:
         if self._group is not None:
             return list(self._group.amax())
         if self._vector is None:
-            return [quantize.given_amaxes(self._op, p)[0] for p in self._prepared]
-        for p, mask, amax in zip(self._prepared, self._masks(), self._amaxes, strict=True):
-            amax[...] = quantize.compute_tensor_amax(p.moved, self.recipe, mask)
+            return [given_tensor_amax(self._op, c.tensor_amax, c.moved.shape, c.recipe, False) for c in self._calls]
+        for call, amax in zip(self._calls, self._amaxes, strict=True):
+            amax[...] = compute_tensor_amax(call.moved, self.recipe, call.mask)
         return list(self._amaxes)
 
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
@@ -185,11 +188,11 @@ class GroupedPlan:
         self._check_unchanged("quantize", xs)
         if self._group is not None:
             return list(self._group.quantize(not keep_amax))
-        given, outs = self._host_amaxes(keep_amax), self._codes or cycle([None])
-        options = (self._layout, self._random["rounding"], self._hadamard)
+        for call in self._calls:
+            check_codes(call, call.layout)
+        outs, calls = self._codes or cycle([None]), self._host_calls(keep_amax)
         self._codes = [
-            quantize.quantize_prepared(self._op, p._replace(others=p.others | {"tensor_amax": a}), *options, out)
-            for p, a, out in zip(self._prepared, given, outs, strict=False)
+            run(self._op, "quantize", call.x, call._replace(out=out)) for call, out in zip(calls, outs, strict=False)
         ]
         return list(self._codes)
 
@@ -200,12 +203,10 @@ class GroupedPlan:
             raise ValueError(
                 f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not have; make a plan without"
             )
+        check_rounding(self._op, self.recipe, self._options.rounding, self._options.seed)
         if self._group is not None:
             return list(self._group.fake_quantize(not keep_amax))
-        values = [
-            fake_quantize(p.x, self.recipe, axis=self._axis, tensor_amax=a, block_amax=p.others["block_amax"], **self._random)
-            for p, a in zip(self._prepared, self._host_amaxes(keep_amax), strict=True)
-        ]
+        values = [run(self._op, "fake_quantize", call.x, call) for call in self._host_calls(keep_amax)]
         if self._values is None:
             self._values = values
         else:
@@ -219,26 +220,25 @@ class GroupedPlan:
         grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
         """
         self._check_unchanged("fake_quantize_backward", xs)
-        if len(grads) != len(self._prepared):
-            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._prepared)}; needs as many of each")
+        if len(grads) != len(self._calls):
+            raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each")
         if self._group is None or pass_through:
             return [
-                fake_quantize_backward(
-                    g, p.x, self.recipe, axis=self._axis, amax=p.others["tensor_amax"], pass_through=pass_through
-                )
-                for g, p in zip(grads, self._prepared, strict=True)
+                fake_quantize_backward(g, c.x, self.recipe, axis=self._axis, amax=c.tensor_amax, pass_through=pass_through)
+                for g, c in zip(grads, self._calls, strict=True)
             ]
         if self._clip is None or self._clip[0].changed(grads):
-            pairs = zip(grads, self._prepared, strict=True)
-            found = [prepare_backward(g, p.x, self.recipe, self._axis, p.others["tensor_amax"]) for g, p in pairs]
-            self._clip = Given.of(grads), ClipGroup(found)
+            pairs = zip(grads, self._calls, strict=True)
+            found = [backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax) for g, c in pairs]
+            self._clip = Given.of(grads), ClipGroup([call for call, _ in found], [clip_amax(*pair) for pair in found])
         return self._clip[1].clip()
 
-    def _host_amaxes(self, keep: bool) -> list[Any]:
-        """tensor_amax of each tensor; None where it is NaN, and so computed anew, because a NaN cannot be given."""
-        if self._vector is None:
-            return [p.others["tensor_amax"] for p in self._prepared]
-        return list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self.amax()]
+    def _host_calls(self, keep: bool) -> list[Call]:
+        """The calls, with their amaxes: given, or in amax_vector; NaN is computed anew, because it cannot be given."""
+        given = [call.tensor_amax for call in self._calls]
+        if self._vector is not None:
+            given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self.amax()]
+        return [with_amaxes(call, a, call.block_amax) for call, a in zip(self._calls, given, strict=True)]
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
         for name, given in self._given.items():

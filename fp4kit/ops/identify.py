@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.call import check
 from fp4kit.layouts import unpack
-from fp4kit.ops import check
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
@@ -65,7 +65,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for a table. Raises ValueError if the shapes differ; TypeError as quantize does.
     """
-    check.check_quantized("identify", q, on_device=True)
+    check.check_quantized("identify", q)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.cuda import loader, pack_codes
-from fp4kit.ops.prepare import import_arrays
+from fp4kit.interop import import_arrays
+from fp4kit.ops.engines import run
 
 
 def pack(codes: Any) -> Any:
@@ -19,29 +19,14 @@ def pack(codes: Any) -> Any:
     On a GPU, where to look for codes above 15 would be to wait for the device, their high nibble is dropped instead.
     """
     array = _bytes("pack", codes)
-    if not isinstance(array, np.ndarray):
-        layouts.check_pairs(array.shape)
-        return _on_device(pack_codes.pack, array, (*array.shape[:-1], array.shape[-1] // 2))
-    if array.size and array.max() > 15:
-        raise ValueError(f"pack: the largest code is {array.max()}; 4-bit codes are 0 to 15")
-    return layouts.pack(array)
+    layouts.check_pairs(array.shape)
+    return run("pack", "pack", array, array)
 
 
 def unpack(packed: Any) -> Any:
     """4-bit codes, one a byte: uint8 (..., K/2) -> uint8 (..., K). Inverse of pack; returns and raises as pack does."""
     array = _bytes("unpack", packed)
-    if not isinstance(array, np.ndarray):
-        return _on_device(pack_codes.unpack, array, (*array.shape[:-1], 2 * array.shape[-1]))
-    return layouts.unpack(array)
-
-
-def _on_device(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    cupy = loader.cupy()
-    with cupy.cuda.Device(array.device.id):
-        out = cupy.empty(shape, np.uint8)
-        if out.size:
-            launch(cupy.ascontiguousarray(array), out)
-        return out
+    return run("unpack", "unpack", array, array)
 
 
 def _bytes(op: str, array: Any) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import launch, loader, partial
-from fp4kit.ops import check, on_device
-from fp4kit.ops.prepare import import_arrays
+from fp4kit.call.amaxes import given_tensor_amax
+from fp4kit.call.outputs import check_out
+from fp4kit.call.shards import amax_shape, check_castable, check_shard
+from fp4kit.interop import import_arrays
+from fp4kit.ops.engines import run
+from fp4kit.quantized import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
-from fp4kit.reference import partial as reference
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
@@ -29,9 +30,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     r = find_recipe(recipe)
     (array,) = import_arrays("partial_amax", shard=shard)
     M, K = check_shard("partial_amax", array, shape, start, r)
-    if not isinstance(array, np.ndarray):
-        return _amax_on_device(array, (M, K), operator.index(start), r)
-    return reference.partial_amax(array, (M, K), operator.index(start), r)
+    return run("partial_amax", "partial_amax", array, array, (M, K), operator.index(start), r)
 
 
 def partial_cast(
@@ -63,88 +62,21 @@ def partial_cast(
     array, out, amax = import_arrays("partial_cast", shard=shard, out=out, block_amax=block_amax)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
-    if not isinstance(array, np.ndarray):
-        _cast_on_device(array, out, amax, (M, K), operator.index(start), r, tensor_amax)
-        return
-    check.check_out("partial_cast", "out", out, (M, K // 2 if r.is_packed else K), np.uint8)
-    height, width = r.block or (1, 1)
-    if amax.shape != (-(-M // height), K // width) or amax.dtype != np.float32 or np.isnan(amax).any():
-        what = "float32 with NaN" if amax.dtype == np.float32 and np.isnan(amax).any() else f"{amax.dtype} {amax.shape}"
-        raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {(-(-M // height), K // width)} without NaN")
-    whole = None
-    if r.tensor_scaling != "none":
-        given = np.max(amax, initial=np.float32(0)) if tensor_amax is None else tensor_amax
-        whole = check.check_tensor_amax("partial_cast", given, (M, K), r)
-    reference.partial_cast(array, out, amax, (M, K), operator.index(start), r, whole)
+    _check_cast_arrays(array, out, amax, (M, K), r)
+    whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
+    run("partial_cast", "partial_cast", array, array, out, amax, (M, K), operator.index(start), r, whole)
 
 
-def check_castable(op: str, r: Recipe) -> None:
-    """The codes of a 4over6 recipe depend on whole blocks."""
-    if r.four_over_six:
-        raise ValueError(f"{op}: {r.id} chooses between two scales by whole blocks; use quantize on the whole matrix")
-
-
-def check_shard(op: str, shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> tuple[int, int]:
-    """(M, K), if the shard is a slice of such a matrix, and the recipe one that shards can be quantized with."""
-    check.check_float(op, shard, "shard")
-    check.check_has_codes(op, r)
-    if shard.ndim != 1:
-        raise ValueError(f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)")
-    if len(shape) != 2 or min(shape) < 0:
-        raise ValueError(f"{op}: shape is {tuple(shape)}; needs (M, K) of the whole matrix")
-    if r.block is None or r.tensor_scaling not in ("none", "tensor"):
-        raise ValueError(f"{op}: {r.id} has no blocks under one tensor scale; needs a recipe such as nvfp4-te-2d")
-    M, K = int(shape[0]), int(shape[1])
-    check.check_length(op, 1, K, r)
-    start = operator.index(start)
-    if start < 0 or start + len(shard) > M * K:
-        raise ValueError(f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it")
-    return M, K
-
-
-def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Shape of the block amaxes of a matrix (M, K)."""
-    return -(-shape[0] // r.block_rows), shape[1] // r.block_size
-
-
-def check_on_device(op: str, shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-    """Blocks and sizes that the kernels have: they number runs with 31 bits."""
-    on_device.check_supported(op, r)
-    for M, K in shapes:
-        if M * K >= partial.RUN << 31:
-            raise NotImplementedError(f"{op}: a matrix of {M * K} elements; the CUDA kernels take less than {partial.RUN << 31}")
-
-
-def _amax_on_device(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    check_on_device("partial_amax", [shape], r)
-    cupy = loader.cupy()
-    with cupy.cuda.Device(shard.device.id):
-        out = cupy.zeros(amax_shape(shape, r), np.float32)
-        if shard.size:
-            partial.amax_shard(cupy.ascontiguousarray(shard), out, shape, start, r)
-        return out
-
-
-def _cast_on_device(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r: Recipe, tensor_amax: Any) -> None:
-    check_on_device("partial_cast", [shape], r)
-    for name, array, wanted, dtype in (
-        ("out", out, (shape[0], shape[1] // 2 if r.is_packed else shape[1]), np.uint8),
-        ("block_amax", amax, amax_shape(shape, r), np.float32),
-    ):
-        if array.shape != wanted or array.dtype != dtype:
-            raise ValueError(f"partial_cast: {name} is {array.dtype} {array.shape}; needs {np.dtype(dtype)} {wanted}")
-    cupy = loader.cupy()
-    with cupy.cuda.Device(shard.device.id):
-        amax = cupy.ascontiguousarray(amax)
-        whole = None
-        if r.tensor_scaling != "none":
-            whole = launch.amax(amax) if tensor_amax is None else on_device.given_amax("partial_cast", tensor_amax, shape, r)
-        if not shard.size:
-            return
-        first, last = partial.factor_rows(start, start + shard.size, shape, r)
-        factors = cupy.empty((last - first, amax.shape[1]), np.float32)
-        direct = out.flags.c_contiguous and out.data.ptr % 8 == 0
-        target = out if direct else out.copy(order="C")
-        partial.cast_shard(cupy.ascontiguousarray(shard), target, amax, whole, factors, shape, start, r)
-        if not direct:
-            out[...] = target
+def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
+    """out and block_amax of partial_cast; values on a device are not looked at."""
+    wanted, covered = packed_shape(shape, r), amax_shape(shape, r)
+    on_host = isinstance(shard, np.ndarray)
+    if on_host:
+        check_out("partial_cast", "out", out, wanted, np.uint8)
+    elif out.shape != wanted or out.dtype != np.uint8:
+        raise ValueError(f"partial_cast: out is {out.dtype} {out.shape}; needs uint8 {wanted}")
+    has_nan = on_host and amax.dtype == np.float32 and np.isnan(amax).any()
+    if amax.shape != covered or amax.dtype != np.float32 or has_nan:
+        what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
+        without = " without NaN" * on_host
+        raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {covered}{without}")

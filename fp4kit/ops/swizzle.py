@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.cuda import loader
-from fp4kit.cuda import swizzle as launch
-from fp4kit.ops.prepare import import_arrays
+from fp4kit.interop import import_arrays
+from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 
 
@@ -54,16 +52,7 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
     """Scales whose linear shape (..., R, C) is `shape`, from one layout to another; themselves where it is the same one."""
     if source == target:
         return scales
-    if isinstance(scales, np.ndarray):
-        return layouts.swizzle_scales(layouts.unswizzle_scales(scales, source, shape), target)
-    layouts.check_size(scales, source, shape)
-    cupy = loader.cupy()
-    with cupy.cuda.Device(scales.device.id):
-        out = cupy.empty(layouts.padded_shape(shape, target), np.uint8)
-        if out.size:
-            *lead, R, C = shape
-            launch.swizzle(cupy.ascontiguousarray(scales), source, out, target, (prod(lead), R, C))
-        return out
+    return run("swizzle", "swizzle", scales, scales, source, target, shape)
 
 
 def _check_has_scales(op: str, q: Quantized) -> None:

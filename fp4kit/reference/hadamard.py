@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.reference.arith import narrow_float64
-
-BLOCK = 16
-TE_SIGN_MASK = 0xD7E8  # bit i set: input i of a block is negated
 
 
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
@@ -18,8 +16,8 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     Numerics: float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
     device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
     """
-    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(BLOCK)) & 1)
-    y = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64) * signs
+    signs = 1.0 - 2.0 * ((sign_mask >> np.arange(HADAMARD_BLOCK)) & 1)
+    y = x.reshape(*x.shape[:-1], -1, HADAMARD_BLOCK).astype(np.float64) * signs
     with np.errstate(invalid="ignore", over="ignore"):
         for distance in (1, 2, 4, 8):
             pairs = y.reshape(*y.shape[:-1], -1, 2, distance)

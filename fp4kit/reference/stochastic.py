@@ -45,6 +45,15 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
     return words.astype("<u4").view(np.uint8).reshape(-1)[offset : offset + count]
 
 
+def stream_tile(seed: int, first: int, K: int, rows: slice, columns: slice) -> np.ndarray:
+    """stream_bytes of a tile of a matrix with K columns whose element (0, 0) has index `first`."""
+    m, k = rows.stop - rows.start, columns.stop - columns.start
+    start = first + rows.start * K + columns.start
+    if k == K:
+        return stream_bytes(seed, start, m * k).reshape(m, k)
+    return np.stack([stream_bytes(seed, start + row * K, k) for row in range(m)])
+
+
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:
     """Codes of float32 x rounded up or down with probability by distance: uint8, same shape.
 

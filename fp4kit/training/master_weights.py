@@ -24,11 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.call.shards import check_castable, check_shard, square_block
 from fp4kit.distributed import Communicator
-from fp4kit.interop import device_name
-from fp4kit.ops.partial import check_castable, check_shard
-from fp4kit.ops.prepare import import_arrays
-from fp4kit.ops.transpose import square_block
+from fp4kit.interop import device_name, import_arrays
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.training.master_weights_device import DeviceStages

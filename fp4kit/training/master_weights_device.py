@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import loader, partial
+from fp4kit import interop
+from fp4kit.call.parse import naming
+from fp4kit.call.shards import amax_shape
+from fp4kit.cuda import partial
 from fp4kit.cuda.grouped import Launch
 from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
-from fp4kit.ops.partial import amax_shape, check_on_device
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.training.partition import Partition
@@ -44,7 +46,8 @@ class DeviceStages:
     @staticmethod
     def check(values: Sequence[Any], shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
         """Raise ValueError unless all shards are contiguous; NotImplementedError for blocks or sizes without kernels."""
-        check_on_device("cast_master_weights", shapes, r)
+        with naming("cast_master_weights"):
+            partial.check_matrices(shapes, r)
         for i, v in enumerate(values):
             if not v.flags.c_contiguous:
                 raise ValueError(f"cast_master_weights: values of shard {i} are strided; needs a contiguous array on a GPU")
@@ -52,7 +55,7 @@ class DeviceStages:
     # ---- what is made once ------------------------------------------------------------------------------------------------
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
-        cupy, r, count = loader.cupy(), self._recipe, len(shapes)
+        cupy, r, count = interop.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
         self.bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
@@ -137,7 +140,7 @@ class DeviceStages:
         self.columnwise: list[Quantized] = []
         self._run_transpose: Launch | None = None
         if columnwise:
-            cupy = loader.cupy()
+            cupy = interop.cupy()
             packed, scales = cupy.empty_like(self._packed), cupy.empty_like(self._scales)
             self.columnwise = self._views(shapes, packed, scales, axis=0)
             pairs = zip(self.quantized, self.columnwise, strict=True)
@@ -151,7 +154,7 @@ class DeviceStages:
 
     def device(self) -> Any:
         """What makes the buffers' device current."""
-        return loader.cupy().cuda.Device(self._device)
+        return interop.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
         """Other arrays of the same shapes, dtypes and device."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
-from fp4kit.ops.partial import amax_shape
+from fp4kit.call.shards import amax_shape
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,8 @@ from inputs import BF16, ordinary
 import fp4kit
 from fp4kit.cuda import launch
 from fp4kit.cuda.amax_columns import amax_columns
-from fp4kit.cuda.geometry import address
+from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.ways import WAYS, Way, Work
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
@@ -39,6 +39,11 @@ def matrix(kind: str, dtype: np.dtype, r: Recipe) -> np.ndarray:
         places = np.random.default_rng(1).permutation(x.size // 8)[: x.size // 80]
         x.reshape(-1)[places] = np.resize(np.array([np.inf, np.nan, -np.inf, -np.nan], dtype), len(places))
     return x
+
+
+def way(kernel: str) -> Way:
+    """The way of a kernel, which a call might not choose."""
+    return next(way for way in WAYS if way.kernel == kernel)
 
 
 def device(array: np.ndarray | None) -> DeviceArray | None:
@@ -72,6 +77,18 @@ class Quantize:
         ]
         return "-".join([self.recipe.id, str(self.dtype), *(name for name in named if name not in ("linear", "nearest"))])
 
+    @property
+    def kernel(self) -> str:
+        """The one that is tested: by rows of blocks, by tiles of threads, or without blocks."""
+        if self.recipe.block is None:
+            return "quantize_plain"
+        return "quantize_tile" if self.recipe.block_rows > 1 or self.recipe.four_over_six else "quantize"
+
+    def work(self, x: np.ndarray) -> Work:
+        mask = {False: None, True: TE_SIGN_MASK, "no_signs": 0}[self.hadamard]
+        stochastic = self.rounding != "nearest"
+        return Work(self.recipe, self.dtype, x.shape, self.layout, self.fake, False, stochastic, mask, self.block_amax)
+
     def options(self, x: np.ndarray) -> dict[str, object]:
         """Arguments of fp4kit.quantize."""
         rng = np.random.default_rng(2)
@@ -102,20 +119,17 @@ class Quantize:
             if q.block_scale is not None:
                 make = DeviceArray.output if self.layout == "linear" else DeviceArray.zeros
                 scales = make(q.block_scale.shape, np.uint8)
-        launch.quantize_matrix(
+        arrays = Matrix(
             DeviceArray(x, misalignment),
-            self.recipe,
-            self.layout,
-            device(q.tensor_amax),
             packed,
             scales,
+            values,
+            device(q.tensor_amax),
             decode_scale,
-            values=values,
-            seed=seed if isinstance(seed, int) else None,
-            random=device(seed) if isinstance(seed, np.ndarray) else None,
-            mask={False: None, True: TE_SIGN_MASK, "no_signs": 0}[self.hadamard],
             block_amax=device(options.get("block_amax")),
+            random=device(seed) if isinstance(seed, np.ndarray) else None,
         )
+        launch.quantize_matrix(arrays, self.work(x), seed if isinstance(seed, int) else 0, way(self.kernel))
         if self.fake:
             yield "values", values.array, fp4kit.dequantize(q)
             return
@@ -136,17 +150,8 @@ class SecondOfStack(Quantize):
         q = fp4kit.quantize(x, self.recipe, **self.options(x), tensor_amax=np.full(2, 3.7, np.float32))
         packed, scales = (None if a is None else DeviceArray.output(a.shape[1:], np.uint8) for a in (q.packed, q.block_scale))
         amax, seed = device(np.float32(3.7)), self.options(x)["seed"]
-        launch.quantize_matrix(
-            DeviceArray(x[1]),
-            self.recipe,
-            "linear",
-            amax,
-            packed,
-            scales,
-            copies(np.float32(0)),
-            seed=seed,
-            group=x[0].size // 16,
-        )
+        arrays = Matrix(DeviceArray(x[1]), packed, scales, None, amax, copies(np.float32(0)), group=x[0].size // 16)
+        launch.quantize_matrix(arrays, self.work(x[1]), seed, way(self.kernel))
         yield "packed", packed.array, q.packed[1]
 
 
@@ -162,8 +167,7 @@ class WithAmaxOut(Quantize):
             if a is not None:
                 arrays[name] = DeviceArray.output(a.shape, a.dtype)
         arrays |= {name: copies(q.tensor_amax) for name in ("tensor_scale", "amax_out")}
-        call = launch.quantize_launch(self.recipe, x.dtype, x.shape, True, "linear", 0)
-        call(*(address(arrays.get(name)) for name in launch.QUANTIZE_POINTERS), 0, 0)
+        launch.quantize_matrix(Matrix(**arrays), self.work(x), 0, way(self.kernel))
         yield "packed", arrays["packed"].array, q.packed
         yield "tensor_scale", arrays["tensor_scale"].array, q.tensor_scale
         yield "tensor_amax", arrays["amax_out"].array, q.tensor_amax
@@ -206,15 +210,16 @@ class Guards(Quantize):
 class ByTable(Guards):
     """The same, ordinary blocks and nearly equal errors by the tables of 4over6, which are made for large matrices only."""
 
+    kernel = "quantize_table"
+
     def __str__(self) -> str:
         return f"{super().__str__()}-table"
 
     def run(self) -> Iterator[Result]:
         few = np.round(np.random.default_rng(4).standard_normal((64, 2048)).clip(-4, 4) * 4) / 4
-        with patch.object(launch, "TABLE_LEAST", 0):
-            yield from super().run()
-            yield from Quantize.run(self)
-            yield from self.compare(few.astype(self.dtype), 0, np.float32(4.0))  # errors differ by roundings
+        yield from super().run()
+        yield from Quantize.run(self)
+        yield from self.compare(few.astype(self.dtype), 0, np.float32(4.0))  # errors differ by roundings
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from host.cases import F32, Quantize, Result, device, matrix
+from host.cases import F32, Quantize, Result, device, matrix, way
 from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda import fake as launch
-from fp4kit.cuda import launch as quantize
-from fp4kit.cuda import requantize
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.cuda import clip, launch, requantize
+from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.ways import Work
 from fp4kit.formats import E4M3
-from fp4kit.ops.check import tensor_amax_shape
-from fp4kit.ops.quantize import compute_tensor_amax
-from fp4kit.ops.requantize import _keep_codes
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.fake import clip_gradient
 from fp4kit.reference.quantize import Options, quantize_matrix
+from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import tensor_scale
 
 AMAXES = (3.7, 0.0, 1e-9, 1e-45, 3e38, np.inf)
@@ -87,7 +87,8 @@ class Fake:
         values = DeviceArray.output(x.shape, x.dtype, misalignment)
         computed = amax is None and r.tensor_scaling in ("tensor", "row")
         tensor = compute_tensor_amax(x, r) if computed else amax
-        launch.fake_matrix(DeviceArray(x, misalignment), r, device(tensor), values, device(block))
+        arrays = Matrix(DeviceArray(x, misalignment), values=values, tensor_amax=device(tensor), block_amax=device(block))
+        launch.quantize_matrix(arrays, Work(r, self.dtype, x.shape, values=True))
         yield name, values.array, expected(self, x.tobytes(), x.shape, _frozen(amax), _frozen(block))
 
 
@@ -122,7 +123,9 @@ class NanAmax:
         scales = None if r.scale is None else np.empty(scale_shape(x.shape, r), np.uint8)
         quantize_matrix(x, r, amax[..., None] if r.tensor_scaling == "row" else amax, packed, scales, Options(None, None, None))
         outputs = [None if a is None else DeviceArray.output(a.shape, a.dtype) for a in (packed, scales, amax)]
-        quantize.quantize_matrix(DeviceArray(x), r, "linear", DeviceArray(amax), *outputs)
+        codes, scale_bytes, decode = outputs
+        arrays = Matrix(DeviceArray(x), codes, scale_bytes, None, DeviceArray(amax), decode)
+        launch.quantize_matrix(arrays, Work(r, self.dtype, x.shape), 0, way(Quantize(r).kernel))
         expected = (packed, scales, np.asarray(tensor_scale(amax, r, x.dtype).decode, np.float32))
         for name, actual, wanted in zip(("packed", "scales", "tensor_scale"), outputs, expected, strict=True):
             if actual is not None:
@@ -171,7 +174,7 @@ class Clip:
             for misalignment in (0, 1):
                 places = [misalignment * a.itemsize for a in (grad, x, grad)]
                 out = DeviceArray.output(shape, grad.dtype, places[2])
-                launch.clip_gradient(DeviceArray(grad, places[0]), DeviceArray(x, places[1]), DeviceArray(amax), out)
+                clip.clip_gradient(DeviceArray(grad, places[0]), DeviceArray(x, places[1]), DeviceArray(amax), out)
                 limit = np.repeat(amax, covered).reshape(shape)
                 yield f"{shape}, amax of {covered}, {misalignment}", out.array, clip_gradient(grad, x, limit)
 
@@ -215,7 +218,7 @@ class Keep:
         untouched = {part: array.array.copy() for part, array in outputs.items()}
         source = (DeviceArray(q.packed), DeviceArray(q.block_scale), self.source, self.target, q.dtype)
         requantize.keep_codes(*source, *outputs.values())
-        kept = _keep_codes(q, self.target)
+        kept = keep_codes(q, self.target)
         for part, array in outputs.items():
             yield f"{part} of {name}", array.array, untouched[part] if kept is None else np.asarray(getattr(kept, part))
 

@@ -12,12 +12,13 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cuda import grouped
+from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.ways import Work
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.ops.quantize import compute_tensor_amax
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.fake import clip_gradient
-from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 KINDS = ("row", "adversarial", "uneven", "nonfinite")
 MISALIGNED = (1, 2)  # places of a group that begin one element after a multiple of 16 bytes
@@ -48,10 +49,8 @@ class GroupedQuantize:
         members = [self.member(*tensor) for tensor in tensors]
         nothing = empty(case.recipe, case.dtype)
         members.insert(1, nothing)
-        options = case.options(tensors[0][0])
-        seed = options.get("seed")
-        mask = {False: None, True: TE_SIGN_MASK, "no_signs": 0}[case.hadamard]
-        grouped.quantize_group(members, case.recipe, case.layout, seed=seed, mask=mask)()
+        seed = case.options(tensors[0][0]).get("seed") or 0
+        grouped.quantize_group(members, [case.work(m.x) for m in members], seed)()
         if nothing.tensor_scale is not None and not case.fake:
             x = np.zeros((0, 2 * case.recipe.length_multiple), case.dtype)
             yield "nothing", nothing.tensor_scale.array, fp4kit.quantize(x, case.recipe, tensor_amax=0.7).tensor_scale.reshape(1)
@@ -68,25 +67,24 @@ class GroupedQuantize:
                 if actual is not None:
                     yield f"{name} of {i}", actual.array, expected
 
-    def member(self, x: np.ndarray, misalignment: int, at: int, q: Quantized) -> grouped.Matrix:
+    def member(self, x: np.ndarray, misalignment: int, at: int, q: Quantized) -> Matrix:
         array, amax = DeviceArray(x, misalignment), device(q.tensor_amax)
         block_amax = device(self.single.options(x).get("block_amax"))
         if self.single.fake:
-            return grouped.Matrix(array, amax, values=DeviceArray.output(x.shape, x.dtype, misalignment), block_amax=block_amax)
+            values = DeviceArray.output(x.shape, x.dtype, misalignment)
+            return Matrix(array, values=values, tensor_amax=amax, block_amax=block_amax)
         make = DeviceArray.output if self.single.layout == "linear" else DeviceArray.zeros
         scales = None if q.block_scale is None else make(q.block_scale.shape, np.uint8)
-        return grouped.Matrix(
-            array, amax, DeviceArray.output(q.packed.shape, np.uint8, at), scales, copies(q.tensor_amax), None, block_amax
-        )
+        packed, decode = DeviceArray.output(q.packed.shape, np.uint8, at), copies(q.tensor_amax)
+        return Matrix(array, packed, scales, None, amax, decode, block_amax)
 
 
-def empty(r: Recipe, dtype: np.dtype) -> grouped.Matrix:
+def empty(r: Recipe, dtype: np.dtype) -> Matrix:
     """A tensor without elements; with a tensor scale, where there is one for all."""
     scales = int(r.tensor_scaling == "tensor")
     amax, out = (DeviceArray(np.full(1, 0.7, np.float32)), DeviceArray.output((1,), np.float32)) if scales else (None, None)
-    return grouped.Matrix(
-        DeviceArray(np.zeros((scales, 0), dtype)), amax, tensor_scale=out, values=DeviceArray.output((0,), dtype)
-    )
+    x, values = DeviceArray(np.zeros((scales, 0), dtype)), DeviceArray.output((0,), dtype)
+    return Matrix(x, tensor_amax=amax, tensor_scale=out, values=values)
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,8 @@ class GroupedFake:
             places = [self.dtype.itemsize * (i in misaligned) for i in range(len(xs))]
             outs = [DeviceArray.output(x.shape, x.dtype, place) for x, place in zip(xs, places, strict=True)]
             parts = zip(xs, places, amaxes, outs, strict=True)
-            grouped.quantize_group(
-                [grouped.Matrix(DeviceArray(x, p), device(a), values=y) for x, p, a, y in parts], r, "linear"
-            )()
+            members = [Matrix(DeviceArray(x, p), values=y, tensor_amax=device(a)) for x, p, a, y in parts]
+            grouped.quantize_group(members, [Work(r, self.dtype, x.shape, values=True) for x in xs])()
             for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
                 yield f"values of {i}", out.array, fp4kit.fake_quantize(x, r)
 

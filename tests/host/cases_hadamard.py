@@ -12,11 +12,12 @@ from host.cases import F16, F32, Result
 from host.harness import DeviceArray
 from inputs import BF16
 
+from fp4kit.call.parse import HADAMARD_BLOCK as BLOCK
 from fp4kit.cuda import loader
 from fp4kit.cuda.amax_strips import amax_strips
 from fp4kit.cuda.geometry import THREADS, address, grid
 from fp4kit.cuda.traits import TYPES
-from fp4kit.reference.hadamard import BLOCK, TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
 _ARGUMENTS = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])
 SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(BLOCK)] for i in range(BLOCK)])

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from host.cases import F32, Result, copies, device, matrix
+from host.cases import F32, Result, copies, device, matrix, way
 from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.quantize_patch import BAND_SHIFT, TILE_ROWS, Side, quantize_patch
+from fp4kit.cuda.launch import Matrix, quantize_matrix
+from fp4kit.cuda.ways import BAND_SHIFT, TILE_ROWS, Work
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 F16, LAYOUTS = np.dtype(np.float16), ("linear", "swizzled_128x4", "swizzled_8x4")
+
+
+class Side(NamedTuple):
+    """The arrays of one direction."""
+
+    packed: DeviceArray
+    scales: DeviceArray
+    tensor_scale: DeviceArray | None
 
 
 def side(q: Quantized, layout: str) -> Side:
@@ -72,7 +82,8 @@ class Patch:
         whole = x.shape[1] % self.recipe.block_size == 0 and not (self.hadamard and amax is None)  # one amax for both
         if self.fake:
             values = DeviceArray.output(x.shape, x.dtype)
-            quantize_patch(source, self.recipe, "linear", given, None, None, values)
+            work = Work(self.recipe, self.dtype, x.shape, values=True)
+            quantize_matrix(Matrix(source, values=values, tensor_amax=given), work, 0, way("quantize_patch"))
             yield "values", values.array, fp4kit.dequantize(fp4kit.quantize(x, self.recipe, tensor_amax=amax))
             return
         for rowwise, columnwise in ((False, True), (True, True), (True, False)):
@@ -80,7 +91,10 @@ class Patch:
                 continue
             row = fp4kit.quantize(x, self.recipe, tensor_amax=amax, scale_layout=self.layout) if rowwise else None
             sides = (side(row, self.layout) if rowwise else None, side(column, self.layout) if columnwise else None)
-            quantize_patch(source, self.recipe, self.layout, given, *sides, mask=mask)
+            row_side, column_side = (part or (None, None, None) for part in sides)
+            arrays = Matrix(source, *row_side[:2], None, given, row_side[2], None, None, None, *column_side)
+            work = Work(self.recipe, self.dtype, x.shape, self.layout, columns=columnwise, mask=mask)
+            quantize_matrix(arrays, work, 0, way("quantize_patch"))
             if row is not None:
                 yield from results("row", sides[0], row)
             if columnwise:

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 
 import fp4kit.cuda
+from fp4kit import interop
 from fp4kit.cuda import geometry, loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import _reciprocal_table
@@ -227,7 +228,7 @@ def launching_on(function: Callable[[str, str, int], Callable[..., None]]) -> It
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         stack.enter_context(patch.object(loader, "function", function))
-        stack.enter_context(patch.object(loader, "cupy", lambda: fake))
+        stack.enter_context(patch.object(interop, "cupy", lambda: fake))
         stack.enter_context(patch.object(geometry, "multiprocessors", lambda device: MULTIPROCESSORS))
         yield
 

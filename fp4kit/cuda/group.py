@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import grouped, launch, loader
-from fp4kit.cuda.grouped import Launch, Matrix
-from fp4kit.ops import check, fake_on_device, on_device
-from fp4kit.ops.prepare import Prepared
-from fp4kit.ops.quantize import check_codes
+from fp4kit import interop
+from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax, tensor_amax_shape
+from fp4kit.call.parse import Call, check_codes, naming
+from fp4kit.cuda import grouped
+from fp4kit.cuda.engine.amax import Rows, covered_by_scales
+from fp4kit.cuda.engine.matrices import split, work_of
+from fp4kit.cuda.grouped import Launch
+from fp4kit.cuda.launch import Matrix, empty_scales
+from fp4kit.cuda.ways import Work
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 
-AmaxRows = tuple[tuple[Any, str, bool], tuple[int, ...]]  # what launch.amax takes, and the shape of its result
+AmaxRows = tuple[Rows, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
@@ -46,7 +50,7 @@ def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | Non
 def amaxes(rows: Sequence[AmaxRows]) -> list[Any]:
     """launch.amax of N arrays in one launch: views of one vector."""
     shapes = [shape for _, shape in rows]
-    outs = cut(loader.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
+    outs = cut(interop.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
     for call in amax_launches(rows, outs):
         call()
     return outs
@@ -56,14 +60,14 @@ def readable(a: Any, copies: list[tuple[Any, Any]]) -> Any:
     """a where it is contiguous; else room for a copy, which joins `copies`."""
     if a.flags.c_contiguous:
         return a
-    copies.append((a, loader.cupy().empty(a.shape, a.dtype)))
+    copies.append((a, interop.cupy().empty(a.shape, a.dtype)))
     return copies[-1][1]
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Launch]) -> None:
     """Make the copies, then the launches."""
     for array, copy in copies:
-        loader.cupy().copyto(copy, array)
+        interop.cupy().copyto(copy, array)
     for call in launches:
         call()
 
@@ -80,14 +84,11 @@ class Group:
     amaxes: of each array, what its tensor scales are made from, or None. vector: all of them, in one array of the group.
     """
 
-    def __init__(
-        self, op: str, prepared: Sequence[Prepared], stack: Any, layout: str, random: Sequence[Any], mask: int | None
-    ) -> None:
-        for p in prepared:
-            on_device.check_block_amax(op, p)
-        self.prepared, self.recipe, self._op = prepared, prepared[0].recipe, op
-        self._layout, self._random, self._mask, self._stacked = layout, random, mask, stack is not None
-        self._device = loader.cupy().cuda.Device(prepared[0].x.device.id)
+    def __init__(self, calls: Sequence[Call], stack: Any) -> None:
+        first = calls[0]
+        self.calls, self.recipe, self._op, self._mask = calls, first.recipe, first.op, first.mask
+        self._stacked = stack is not None
+        self._device = interop.cupy().cuda.Device(first.x.device.id)
         self._copies: list[tuple[Any, Any]] = []  # (array, contiguous copy that the kernels read), made anew for each launch
         self._codes: tuple[list[Quantized], list[Launch]] | None = None
         self._raw_values: list[Any] = []  # as the kernels write them, with the axis last
@@ -96,33 +97,31 @@ class Group:
         self._amax_launches: list[Launch] | None = None
         self.vector: Any = None
         with self._device:
-            arrays = [p.moved for p in prepared] if stack is None else [stack]
+            arrays = [call.moved for call in calls] if stack is None else [stack]
             self._xs = [readable(a, self._copies) for a in arrays]
             self._xs = self._xs if stack is None else list(self._xs[0])
             self.amaxes = self._find_amaxes()
 
     def _find_amaxes(self) -> list[Any]:
-        r, shapes = self.recipe, [p.moved.shape for p in self.prepared]
-        given = [p.others.get("tensor_amax") for p in self.prepared]
-        if r.tensor_scaling == "none":
-            return [a if a is None else check.check_tensor_amax(self._op, a, s, r) for a, s in zip(given, shapes, strict=True)]
-        cupy = loader.cupy()
-        pairs = [(a, s) for a, s in zip(given, shapes, strict=True) if a is not None]
-        if not pairs:
-            wanted = [check.tensor_amax_shape(s, r) for s in shapes]
+        r, cupy = self.recipe, interop.cupy()
+        pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
+        if pairs[0][0] is None:
+            if r.tensor_scaling == "none":
+                return [None] * len(pairs)
+            wanted = [tensor_amax_shape(shape, r) for _, shape in pairs]
             self.vector = cupy.zeros(sum(map(prod, wanted)), np.float32)
             return cut(self.vector, wanted)
-        if any(isinstance(a, cupy.ndarray) for a, _ in pairs):
-            ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, s) for a, s in pairs]
-            return [on_device.given_amax(self._op, a, s, r) for a, s in ready]
-        checked = [check.check_tensor_amax(self._op, a, s, r) for a, s in pairs]
+        if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
+            ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs]
+            return [given_tensor_amax(self._op, a, shape, r, True) for a, shape in ready]
+        checked = [check_tensor_amax(self._op, a, shape, r) for a, shape in pairs]
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
 
     @property
     def computes_amaxes(self) -> bool:
         """Whether the amaxes come from the arrays; else they were given."""
-        return self.vector is not None and self.prepared[0].others.get("tensor_amax") is None
+        return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
         """Compute the amaxes, unless they were given."""
@@ -155,45 +154,41 @@ class Group:
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
-            rows = [(on_device.covered_by_scales(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
+            rows = [(covered_by_scales(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
             self._amax_launches = amax_launches(rows, self.amaxes, self._mask)
         clear(self.vector)
         return launch_all(self._copies, self._amax_launches)
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[Launch]]:
-        r, moved = self.recipe, [p.moved.shape for p in self.prepared]
-        on_device.check_supported(self._op, r)
-        for p in self.prepared:
-            check_codes(self._op, p, self._layout)
-        packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), loader.cupy().empty)
+        r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
+        for call in self.calls:
+            check_codes(call, layout)
+        packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), interop.cupy().empty)
         scales: list[Any] = [None] * len(moved)
         if r.scale is not None:
-            make: Callable[..., Any] = lambda shape, dtype: launch.empty_scales(shape, self._layout)  # noqa: E731
+            make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
             scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
         decode: list[Any] = [None] * len(moved)
         if r.tensor_scaling != "none":
             shapes = [a.shape for a in self.amaxes]
-            decode = cut(loader.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
+            decode = cut(interop.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
         parts = [*zip(self.amaxes, packed, scales, decode, strict=True)]
-        launches = self._launches([self._matrices(i, *part, None) for i, part in enumerate(parts)])
+        matrices = [Matrix(x, codes, s, None, amax, d) for x, (amax, codes, s, d) in zip(self._xs, parts, strict=True)]
+        launches = self._launches(matrices, values=False)
         return [
-            Quantized(codes, s, d, amax, p.x.shape, p.x.dtype, p.axis, r, self._layout)
-            for p, (amax, codes, s, d) in zip(self.prepared, parts, strict=True)
+            Quantized(codes, s, d, amax, call.x.shape, call.x.dtype, call.axis, r, layout)
+            for call, (amax, codes, s, d) in zip(self.calls, parts, strict=True)
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[Launch]:
-        if self.recipe.fake_rule is None:
-            on_device.check_supported(self._op, self.recipe)
-        else:
-            fake_on_device.check_supported(self._op, self.recipe)
-            if any(random is not None for random in self._random):
-                raise ValueError(f"{self._op}: {self.recipe.id} rounds to nearest only; got rounding='stochastic'")
-        cupy = loader.cupy()
+        if self.recipe.fake_rule is not None and any(call.random is not None for call in self.calls):
+            raise ValueError(f"{self._op}: {self.recipe.id} rounds to nearest only; got rounding='stochastic'")
+        cupy = interop.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
-            self._values = [cupy.moveaxis(v, -1, p.axis) for p, v in zip(self.prepared, self._raw_values, strict=True)]
-        parts = enumerate(zip(amaxes, self._raw_values, strict=True))
-        return self._launches([self._matrices(i, amax, None, None, None, v) for i, (amax, v) in parts])
+            self._values = [cupy.moveaxis(v, -1, call.axis) for call, v in zip(self.calls, self._raw_values, strict=True)]
+        matrices = [Matrix(x, values=v, tensor_amax=a) for x, v, a in zip(self._xs, self._raw_values, amaxes, strict=True)]
+        return self._launches(matrices, values=True)
 
     def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:
         """An array each; parts of one where the inputs are."""
@@ -201,22 +196,23 @@ class Group:
             return list(make((len(shapes), *shapes[0]), dtypes[0]))
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
-    def _matrices(self, i: int, amax: Any, packed: Any, scales: Any, decode: Any, values: Any) -> list[Matrix]:
-        x = self._xs[i]
-        if x.size:
-            arrays = (amax, packed, scales, decode, values)
-            layout = self._layout if values is None else "linear"
-            return list(on_device.matrices(self.prepared[i], x, layout, self._mask, self._random[i], *arrays))
-        if decode is None or not amax.size:
-            return []
-        return [Matrix(x.reshape(amax.size, 0), amax, tensor_scale=decode)]
-
-    def _launches(self, matrices: list[list[Matrix]]) -> list[Launch]:
-        seed = next((s for s in self._random if isinstance(s, int)), None)
+    def _launches(self, matrices: list[Matrix], values: bool) -> list[Launch]:
+        seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
-        for numbers in by_dtype(self._xs):
-            group = [m for i in numbers for m in matrices[i]]
-            if group:
-                layout = self._layout if group[0].values is None else "linear"
-                found.append(grouped.quantize_group(group, self.recipe, layout, seed=seed, mask=self._mask))
+        with naming(self._op):
+            for numbers in by_dtype(self._xs):
+                group = [part for i in numbers for part in self._split(self.calls[i], matrices[i], values)]
+                if group:
+                    found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
         return found
+
+    def _split(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, Work]]:
+        """The matrices of an array, with their works; of one without elements, that of its tensor scales."""
+        work = work_of(call, values=values)
+        if m.x.size:
+            return list(split(call, work, m))
+        if m.tensor_scale is None or not m.tensor_amax.size:
+            return []
+        shape = (m.tensor_amax.size, 0)
+        empty = Matrix(m.x.reshape(shape), tensor_amax=m.tensor_amax, tensor_scale=m.tensor_scale)
+        return [(empty, work._replace(shape=shape))]

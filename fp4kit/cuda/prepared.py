@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import fake, launch, loader
+from fp4kit import interop
+from fp4kit.call.parse import Call
+from fp4kit.cuda import launch
+from fp4kit.cuda.engine.matrices import work_of
+from fp4kit.cuda.engine.quantize import allocate
 from fp4kit.cuda.geometry import Launch, address, aligned
-from fp4kit.ops import on_device
-from fp4kit.ops.prepare import Prepared
+from fp4kit.cuda.launch import Matrix, is_whole, launch_by
+from fp4kit.cuda.ways import way_of
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
@@ -38,7 +42,7 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         return None, None
     try:
         facts = *map(_facts, arrays), *others, *map(type, others)
-        key = (op, loader.cupy().cuda.runtime.getDevice(), *facts)
+        key = (op, interop.cupy().cuda.runtime.getDevice(), *facts)
         return key, _CALLS.get(key)
     except (AttributeError, TypeError):  # no CuPy array, or an argument that cannot be hashed
         return None, None
@@ -69,16 +73,16 @@ def _facts(a: Any) -> Hashable:
 
 def _one_matrix(x: Any, axis: int, r: Recipe, layout: str, amax: Any) -> tuple[int, int] | None:
     """Shape of x as the one matrix, read where it is, that a single launch takes under one tensor scale; None if it is none."""
-    whole = x.size and axis == x.ndim - 1 and x.flags.c_contiguous and x.device.id == loader.cupy().cuda.runtime.getDevice()
+    whole = x.size and axis == x.ndim - 1 and x.flags.c_contiguous and x.device.id == interop.cupy().cuda.runtime.getDevice()
     plain = r.block_rows == 1 and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
     joined = x.ndim <= 2 or layout == "linear"
     return (x.size // x.shape[-1], x.shape[-1]) if whole and plain and joined else None
 
 
-def _amax(p: Prepared) -> Launch | None:
+def _amax(call: Call) -> Launch | None:
     """Launch for the tensor amax that the call does not give; None where it does, or needs none."""
-    x, r = p.x, p.recipe
-    if r.tensor_scaling == "none" or p.others["tensor_amax"] is not None:
+    x, r = call.x, call.recipe
+    if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
     return launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
 
@@ -106,7 +110,7 @@ class QuantizeCall:
 
 
 def _new_amax() -> Any:
-    return loader.cupy().empty((), np.float32)
+    return interop.cupy().empty((), np.float32)
 
 
 def _find_amax(find: Launch, x: int, amax: Any) -> None:
@@ -114,16 +118,15 @@ def _find_amax(find: Launch, x: int, amax: Any) -> None:
     find(x, amax.ptr)
 
 
-def quantize(p: Prepared, layout: str) -> QuantizeCall | None:
-    """The call that was prepared as p, of nearest rounding, without Hadamard transform or block amaxes."""
-    shape = _one_matrix(p.x, p.axis, p.recipe, layout, p.others["tensor_amax"])
-    if shape is None:
+def quantize(call: Call) -> QuantizeCall | None:
+    """What repeats a call of nearest rounding, without Hadamard transform or block amaxes."""
+    if _one_matrix(call.x, call.axis, call.recipe, call.layout, call.tensor_amax) is None:
         return None
-    x, r = p.x, p.recipe
-    whole = launch.whole_runs(x, None, *launch.rows_and_columns(shape, r))
-    call = launch.quantize_launch(r, x.dtype, shape, whole, layout, x.device.id)
-    like = SimpleNamespace(shape=x.shape, dtype=x.dtype)  # of the memory of x, nothing is kept
-    return QuantizeCall(call, _amax(p), partial(on_device.allocate, p._replace(x=like, moved=like, others={}), layout))
+    work = work_of(call)
+    found = launch_by(way_of(work), work, is_whole(Matrix(call.x), work), call.x.device.id)
+    like = SimpleNamespace(shape=call.x.shape, dtype=call.x.dtype)  # of the memory of x, nothing is kept
+    kept = call._replace(x=like, moved=like, tensor_amax=None, out=None)
+    return QuantizeCall(found, _amax(call), partial(allocate, kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,18 +146,13 @@ class FakeQuantizeCall:
         return values
 
 
-def fake_quantize(p: Prepared, values: Any) -> FakeQuantizeCall | None:
-    """The call that was prepared as p, of nearest rounding and without block amaxes, whose result was `values`."""
-    shape = _one_matrix(p.x, p.axis, p.recipe, "linear", p.others["tensor_amax"])
-    if shape is None:
+def fake_quantize(call: Call, values: Any) -> FakeQuantizeCall | None:
+    """What repeats a call of nearest rounding and without block amaxes, whose result was `values`."""
+    if _one_matrix(call.x, call.axis, call.recipe, "linear", call.tensor_amax) is None:
         return None
-    x, r = p.x, p.recipe
-    whole = launch.whole_runs(x, values, *launch.rows_and_columns(shape, r))
-    if r.fake_rule is None:
-        call = launch.quantize_launch(r, x.dtype, shape, whole, "linear", x.device.id, fake=True)
-    else:
-        call = fake.fake_launch(r, x.dtype, shape, whole, x.device.id)
-    return FakeQuantizeCall(call, _amax(p), loader.cupy().empty)
+    work = work_of(call, values=True)
+    found = launch_by(way_of(work), work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
+    return FakeQuantizeCall(found, _amax(call), interop.cupy().empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +177,4 @@ def dequantize(q: Quantized, values: Any) -> DequantizeCall | None:
     if shape is None or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
         return None
     call = launch.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
-    return DequantizeCall(call, values.dtype, loader.cupy().empty)
+    return DequantizeCall(call, values.dtype, interop.cupy().empty)

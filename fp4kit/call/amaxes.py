@@ -1,0 +1,115 @@
+"""Amaxes of a call: their shapes, the part of them that a matrix needs, and the checks of those that the caller gives."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.check import FLOATS
+from fp4kit.quantized import scale_shape
+from fp4kit.recipes import Recipe
+
+
+def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of tensor_amax for an array whose quantized axis is last: (), rows or blocks."""
+    *lead, K = moved_shape
+    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
+
+
+def is_per_expert(amax: Any, recipe: Recipe) -> bool:
+    """Whether a tensor_amax in its canonical shape has one entry for each of several tensors: (E,)."""
+    return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
+
+
+def part_of(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
+    """The part of a canonical tensor_amax, or tensor_scale, for matrix i of `shape` = (matrices, rows of each).
+
+    () or (1,): that of the tensor, or of the matrix's expert, whose matrices lie together; (rows, 1), (rows, blocks): its rows'.
+    """
+    if amax is None or amax.ndim == 0:
+        return amax
+    if is_per_expert(amax, recipe):
+        expert = i * amax.shape[0] // shape[0]
+        return amax[expert : expert + 1]
+    return amax.reshape(*shape, -1)[i]
+
+
+def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+    """The tensor_amax of a call in its canonical shape, float32, where the call's arrays are; None where it is not given.
+
+    Values on the host are checked; those on a device are not looked at, since that would wait.
+    """
+    if given is None:
+        return None
+    if recipe.tensor_scaling == "none":
+        raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
+    if on_device and isinstance(given, interop.cupy().ndarray):
+        if given.dtype != np.float32:
+            raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32 on a device")
+        amax = reshape_amax(op, given, moved_shape, recipe)
+        return amax if amax.flags.c_contiguous else amax.copy()
+    checked = check_tensor_amax(op, given, moved_shape, recipe)
+    return interop.cupy().asarray(checked) if on_device else checked
+
+
+def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> np.ndarray:
+    """A tensor_amax of the host as float32 of its canonical shape: () or (E,), one a row, or one a block."""
+    amax = reshape_amax(op, _real(op, "tensor_amax", amax), moved_shape, recipe)
+    bad = ~(amax >= 0)
+    if bad.any():
+        what = "NaN" if np.isnan(amax).any() else "negative"
+        raise ValueError(f"{op}: tensor_amax holds {int(bad.sum())} {what} value(s) of {amax.size}; needs amax >= 0")
+    return amax
+
+
+def _real(op: str, name: str, amax: Any) -> np.ndarray:
+    """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
+    array = np.asarray(amax)
+    if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
+
+
+def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
+    """tensor_amax in its canonical shape; trailing axes of length 1 may be missing or left over."""
+    wanted = tensor_amax_shape(moved_shape, recipe)
+    allowed = [wanted]
+    if recipe.tensor_scaling == "tensor":
+        if amax.size == 1:
+            return amax.reshape(())
+        allowed = [(), (moved_shape[0],)] if len(moved_shape) > 2 else [()]
+    for shape in allowed:
+        trimmed = amax.shape
+        while len(trimmed) > len(shape) and trimmed[-1] == 1:
+            trimmed = trimmed[:-1]
+        if trimmed == shape:
+            return amax.reshape(shape)
+    if recipe.tensor_scaling == "block" and amax.size == prod(wanted):
+        return amax.reshape(wanted)
+    raise ValueError(f"{op}: tensor_amax has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
+
+
+def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
+    """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not given.
+
+    Those on a device must be there as the kernels read them; their values are not looked at.
+    """
+    if given is None:
+        return None
+    if not recipe.static:
+        raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
+    wanted = scale_shape(moved_shape, recipe)
+    if on_device:
+        if not isinstance(given, interop.cupy().ndarray) or given.dtype != np.float32 or given.size != prod(wanted):
+            raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
+        return given.reshape(wanted)
+    amax = _real(op, "block_amax", given)
+    if amax.size != prod(wanted):
+        raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
+    if np.isnan(amax).any() or (amax < 0).any():
+        raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
+    return amax.reshape(wanted)

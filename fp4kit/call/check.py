@@ -1,0 +1,54 @@
+"""Checks that every operation makes before any work. Each error says what came, what is needed and the way out."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+
+FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+
+
+def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
+    """x must be float32, float16 or bfloat16."""
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "
+            f"convert it first, e.g. {name}.astype(np.float32), so that the rounding is yours"
+        )
+
+
+def check_axis(op: str, axis: int, ndim: int) -> int:
+    """axis as a non-negative number."""
+    if ndim == 0:
+        raise ValueError(f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)")
+    axis = operator.index(axis)
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+    return axis % ndim
+
+
+def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
+    """The length along the axis must be whole blocks (and whole bytes)."""
+    multiple = recipe.length_multiple
+    if length % multiple:
+        raise ValueError(
+            f"{op}: axis {axis} has length {length}; {recipe.id} needs a multiple of {multiple}; pad with fp4kit.layouts.pad"
+        )
+
+
+def check_has_codes(op: str, recipe: Recipe) -> None:
+    """Fake-only recipes have no codes."""
+    if recipe.fake_only:
+        raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
+
+
+def check_quantized(op: str, q: Any, name: str = "q") -> None:
+    """q must be a Quantized."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")

@@ -1,0 +1,81 @@
+"""Outputs that the caller gives: of the right kind, shape and dtype, where the call's arrays are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.check import check_quantized
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+
+ALIGNMENT = 16  # bytes: what a kernel stores at a time
+
+
+def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    """An array of the host for a result: shape, dtype, writable."""
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a numpy array, as x is")
+    if out.shape != tuple(shape) or out.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {out.dtype} {out.shape}; needs {np.dtype(dtype)} {tuple(shape)}")
+    if not out.flags.writeable:
+        raise ValueError(f"{op}: {name} is read-only; needs a writable array")
+
+
+def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
+    """An array for values, of the kind and on the device of `like`; None is fine."""
+    if out is None:
+        return
+    if isinstance(like, np.ndarray):
+        check_out(op, "out", out, shape, dtype)
+    elif not isinstance(out, type(like)) or out.shape != shape or out.dtype != dtype:
+        raise ValueError(f"{op}: out needs a CuPy array of {dtype} {shape}")
+    elif out.device != like.device:
+        raise ValueError(f"{op}: out is on {out.device}; needs {like.device}, where q is")
+
+
+def check_quantized_out(call: Any) -> None:
+    """The Quantized that a call shall write to: of its recipe, shape, dtype, axis and layout, every array as needed."""
+    op, out, r = call.op, call.out, call.recipe
+    check_quantized(op, out, "out")
+    wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
+    for name, value in wanted.items():
+        if getattr(out, name) != value:
+            raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
+    for name, (shape, dtype) in _parts(call).items():
+        if call.on_device:
+            _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
+        else:
+            check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
+
+
+def _parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each array of a result."""
+    shape, r = call.moved.shape, call.recipe
+    parts: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
+    if r.scale is not None:
+        parts["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
+    if r.tensor_scaling != "none":
+        covered = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
+        parts |= {name: (covered, np.dtype(np.float32)) for name in ("tensor_scale", "tensor_amax")}
+    return parts
+
+
+def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
+    """An array of a device for a kernel: on the device of x, contiguous, at a multiple of what is stored at a time."""
+    fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
+    if not fits or not array.flags.c_contiguous:
+        raise ValueError(f"{op}: {name} needs a contiguous CuPy array of {dtype} {shape} on the device of x")
+    if array.ndim and array.data.ptr % ALIGNMENT:
+        raise ValueError(f"{op}: {name} is at address {array.data.ptr:#x}; needs a multiple of {ALIGNMENT}")
+
+
+def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
+    """A new Quantized for a call. amax: None without a tensor scale. empty(shape, dtype), empty_scales(shape, layout)."""
+    r, shape = call.recipe, call.moved.shape
+    packed = empty(packed_shape(shape, r), np.uint8)
+    scales = None if r.scale is None else empty_scales(scale_shape(shape, r), call.layout)
+    decode_scale = None if amax is None else empty(amax.shape, np.float32)
+    return Quantized(packed, scales, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)

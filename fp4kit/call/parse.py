@@ -1,0 +1,198 @@
+"""The one parse of a call: import its arrays, find its recipe, check everything, and see x with the quantized axis last."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fp4kit.call import check
+from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
+from fp4kit.call.outputs import check_quantized_out
+from fp4kit.interop import import_arrays, is_array
+from fp4kit.layouts import check_layout
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+
+Hadamard = bool | Literal["no_signs"]
+HADAMARD_BLOCK = 16
+TE_SIGN_MASK = 0xD7E8  # Transformer Engine's: bit i set, input i of a block is negated
+SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
+
+
+class Declined(NotImplementedError):
+    """An engine has no way to do a call; the text says why. Raised before any work, so that the next engine can be asked."""
+
+
+class Options(NamedTuple):
+    """What a call of quantize adds to recipe and axis, as the caller gave it."""
+
+    scale_layout: str = "linear"
+    rounding: str = "nearest"
+    seed: Any = None
+    hadamard: Hadamard = False
+
+
+class Call(NamedTuple):
+    """A call that was parsed: what an engine needs, and nothing that it has to check.
+
+    x: the array as the engine takes it, NumPy or CuPy. axis: not negative. moved: x with that axis last. tensor_amax,
+    block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
+    fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape of moved. mask: sign
+    mask of the Hadamard transform, None for none. out: a Quantized to write to, or None.
+    """
+
+    op: str
+    x: Any
+    recipe: Recipe
+    axis: int
+    moved: Any
+    tensor_amax: Any = None
+    block_amax: Any = None
+    grad: Any = None
+    layout: str = "linear"
+    random: Any = None
+    mask: int | None = None
+    out: Quantized | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the arrays are CuPy arrays."""
+        return not isinstance(self.x, np.ndarray)
+
+
+def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
+    """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers stay)."""
+    r = find_recipe(recipe)
+    arrays = {name: a for name, a in given.items() if is_array(a)}
+    x, *imported = import_arrays(op, x=x, **arrays)
+    given |= dict(zip(arrays, imported, strict=True))
+    check.check_float(op, x)
+    axis = check.check_axis(op, axis, x.ndim)
+    check.check_length(op, axis, x.shape[axis], r)
+    return Call(op, x, r, axis, _last(x, axis)), given
+
+
+def _last(a: Any, axis: int) -> Any:
+    return a if axis == a.ndim - 1 else np.moveaxis(a, axis, -1)
+
+
+def quantize_call(
+    op: str,
+    x: Any,
+    recipe: str | Recipe,
+    axis: int = -1,
+    options: Options = Options(),  # noqa: B008  (a tuple)
+    *,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+    out: Quantized | None = None,
+) -> Call:
+    """A call that gives codes."""
+    arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
+    call, given = array_call(op, x, recipe, axis, **arrays)
+    check_codes(call, options.scale_layout)
+    call = with_options(call, options._replace(seed=given["seed"]))._replace(out=out)
+    call = with_amaxes(call, given["tensor_amax"], given["block_amax"])
+    if out is not None:
+        check_quantized_out(call)
+    return call
+
+
+def fake_call(
+    op: str, x: Any, recipe: str | Recipe, axis: int, options: Options, *, tensor_amax: Any = None, block_amax: Any = None
+) -> Call:
+    """A call that gives fake-quantized values."""
+    arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
+    call, given = array_call(op, x, recipe, axis, **arrays)
+    call = with_options(call, options._replace(seed=given["seed"]))
+    return with_amaxes(call, given["tensor_amax"], given["block_amax"])
+
+
+def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
+    """A call with a gradient of the shape of x, and the amax that it is clipped at, as it was given."""
+    call, given = array_call(op, x, recipe, axis, grad=grad, amax=amax)
+    (grad,) = (given["grad"],) if isinstance(given["grad"], type(call.x)) else import_arrays(op, grad=grad)
+    check.check_float(op, grad, "grad")
+    if grad.shape != call.x.shape:
+        raise ValueError(f"{op}: grad has shape {grad.shape}; needs that of x, {call.x.shape}")
+    return call._replace(grad=grad), given["amax"]
+
+
+def columnwise(call: Call, options: Options) -> Call:
+    """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves both."""
+    axis = check.check_axis(call.op, -2, call.x.ndim)
+    check.check_length(call.op, axis, call.x.shape[axis], call.recipe)
+    return with_options(call._replace(axis=axis, moved=_last(call.x, axis)), options)
+
+
+def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
+    """The call with the amaxes that were given, checked and where x is."""
+    op, shape, r = call.op, call.moved.shape, call.recipe
+    tensor = given_tensor_amax(op, tensor_amax, shape, r, call.on_device)
+    return call._replace(tensor_amax=tensor, block_amax=given_block_amax(op, block_amax, shape, r, call.on_device))
+
+
+def with_options(call: Call, options: Options) -> Call:
+    """The call with its layout, random source and Hadamard transform."""
+    random = _random_source(call, options.rounding, options.seed)
+    return call._replace(layout=options.scale_layout, random=random, mask=_sign_mask(call, options.hadamard))
+
+
+def check_codes(call: Call, layout: str) -> None:
+    """The recipe must have codes, and x what the scale layout needs."""
+    check.check_has_codes(call.op, call.recipe)
+    check_layout(layout)
+    if layout != "linear" and call.x.ndim < 2:
+        raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
+
+
+def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
+    """Sign mask of the Hadamard transform; None for no transform."""
+    if hadamard is False:
+        return None
+    if hadamard is not True and hadamard != "no_signs":
+        raise ValueError(f"{call.op}: hadamard is {hadamard!r}; needs False, True or 'no_signs'")
+    length = call.moved.shape[-1]
+    if length % HADAMARD_BLOCK:
+        raise ValueError(
+            f"{call.op}: axis {call.axis} has length {length}; the Hadamard transform needs a multiple of {HADAMARD_BLOCK}"
+        )
+    return TE_SIGN_MASK if hadamard is True else 0
+
+
+def _random_source(call: Call, rounding: str, seed: Any) -> Any:
+    """The seed as an int, or random bytes with the quantized axis last; None for nearest rounding."""
+    op, r = call.op, call.recipe
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"{op}: rounding is {rounding!r}; needs 'nearest' or 'stochastic'")
+    if rounding == "nearest":
+        if seed is not None:
+            raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
+        return None
+    if r.element.is_integer or r.four_over_six:
+        raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
+    if getattr(seed, "ndim", 0):
+        if seed.dtype != np.uint8 or seed.shape != call.x.shape:
+            raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {call.x.shape}, or pass an int")
+        return np.moveaxis(seed, call.axis, -1)
+    if seed is None:
+        raise ValueError(f"{op}: stochastic rounding needs seed: an int, or random bytes (uint8, shape of x)")
+    return _seed(seed)
+
+
+def _seed(seed: Any) -> int:
+    return operator.index(seed) % 2**64
+
+
+@contextmanager
+def naming(op: str) -> Iterator[None]:
+    """What is declined inside is refused in the name of an operation."""
+    try:
+        yield
+    except Declined as reason:
+        raise NotImplementedError(f"{op}: {reason}") from None

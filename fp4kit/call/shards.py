@@ -1,0 +1,48 @@
+"""Calls on a flat slice of a matrix: what it must be, and the shape of the amaxes of the whole."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from fp4kit.call import check
+from fp4kit.recipes import Recipe
+
+
+def check_castable(op: str, r: Recipe) -> None:
+    """The codes of a 4over6 recipe depend on whole blocks."""
+    if r.four_over_six:
+        raise ValueError(f"{op}: {r.id} chooses between two scales by whole blocks; use quantize on the whole matrix")
+
+
+def check_shard(op: str, shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> tuple[int, int]:
+    """(M, K), if the shard is a slice of such a matrix, and the recipe one that shards can be quantized with."""
+    check.check_float(op, shard, "shard")
+    check.check_has_codes(op, r)
+    if shard.ndim != 1:
+        raise ValueError(f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)")
+    if len(shape) != 2 or min(shape) < 0:
+        raise ValueError(f"{op}: shape is {tuple(shape)}; needs (M, K) of the whole matrix")
+    if r.block is None or r.tensor_scaling not in ("none", "tensor"):
+        raise ValueError(f"{op}: {r.id} has no blocks under one tensor scale; needs a recipe such as nvfp4-te-2d")
+    M, K = int(shape[0]), int(shape[1])
+    check.check_length(op, 1, K, r)
+    start = operator.index(start)
+    if start < 0 or start + len(shard) > M * K:
+        raise ValueError(f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it")
+    return M, K
+
+
+def amax_shape(shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
+    """Shape of the block amaxes of a matrix (M, K)."""
+    return -(-shape[0] // r.block_rows), shape[1] // r.block_size
+
+
+def square_block(op: str, r: Recipe, length: int) -> int:
+    """Size of the square blocks of a recipe, of which the other axis, too, has whole ones."""
+    rows, size = r.block or (1, 1)
+    if rows != size or size == 1:
+        raise ValueError(f"{op}: {r.id} has {rows}x{size} blocks; needs square ones, such as nvfp4-te-2d's 16x16")
+    if length % size:
+        raise ValueError(f"{op}: the other axis has length {length}; needs a multiple of {size}")
+    return size

@@ -1,0 +1,14 @@
+"""The CUDA engine: the functions of reference.engine on CuPy arrays, on their device and its current stream, without waiting."""
+
+from fp4kit.cuda.engine.amax import amax, clip_amax, plain_amax
+from fp4kit.cuda.engine.dequantize import dequantize
+from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
+from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
+from fp4kit.cuda.engine.partial import partial_amax, partial_cast
+from fp4kit.cuda.engine.quantize import quantize, quantize_both
+from fp4kit.cuda.engine.requantize import requantize
+
+__all__ = [
+    "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
+    "quantize_both", "requantize", "swizzle", "transpose", "unpack",
+]  # fmt: skip

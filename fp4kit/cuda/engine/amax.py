@@ -1,0 +1,129 @@
+"""amax on CuPy arrays: of tensors, rows, blocks and columns, and which of these a call's tensor scales are made from."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.parse import Call, Declined
+from fp4kit.cuda import launch, partial
+from fp4kit.cuda.amax_columns import amax_columns
+from fp4kit.cuda.amax_strips import amax_strips
+from fp4kit.cuda.geometry import THREADS
+from fp4kit.recipes import Recipe
+
+Rows = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
+_COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in launch.COUNTED.items()}
+
+
+def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
+    """The given tensor_amax, or that of contiguous x, in its canonical shape on the device; None without a tensor scale.
+
+    call.mask is of a Hadamard transform of x's rows, or of the columns of its matrices.
+    """
+    r = call.recipe
+    if call.tensor_amax is not None or r.tensor_scaling == "none":
+        return call.tensor_amax
+    rows, counted, by_row = covered_by_scales(x, r)
+    if columnwise and call.mask is not None and x.size:
+        return amax_strips(x.reshape(-1, x.shape[-1]), counted, call.mask)
+    return launch.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
+
+
+def covered_by_scales(x: Any, r: Recipe) -> Rows:
+    """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether by row."""
+    if r.tensor_scaling not in ("row", "block"):
+        return x, launch.COUNTED[r.amax_nan], False
+    if r.tensor_scaling == "block":
+        return in_blocks(x, r)
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1]), _COUNTED_BY_ROW[r.amax_nan], True
+
+
+def in_blocks(x: Any, r: Recipe) -> Rows:
+    """What launch.amax takes for the amaxes of x's blocks, which are parts of a row: as covered_by_scales."""
+    return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
+
+
+def clip_amax(call: Call) -> Any:
+    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
+    with interop.making_current(call.x.device.id):
+        x = interop.cupy().ascontiguousarray(call.moved)
+        return launch.amax(*covered_by_scales(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
+
+
+def amax(call: Call) -> Any:
+    """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
+    with interop.making_current(call.x.device.id):
+        x = interop.cupy().ascontiguousarray(call.moved)
+        if call.recipe.block_rows > 1:
+            return _tile_maxima(x, call.recipe)
+        rows, shape = amax_rows(call, x)
+        return launch.amax(*rows).reshape(shape)
+
+
+def _tile_maxima(x: Any, r: Recipe) -> Any:
+    """amax of blocks of several rows of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
+    partial.check_blocks(r)
+    *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
+    out = interop.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
+    B = prod(lead) if M % r.block_rows else 1  # matrices of whole blocks are one tall matrix
+    if x.size:
+        for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
+            partial.amax_shard(part, amaxes, (part.size // K, K), 0, r)
+    return out if x.ndim > 1 else out[0]
+
+
+def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
+    """What launch.amax takes for amax of contiguous x by the call's recipe, and the shape of the result."""
+    r = call.recipe
+    if r.block is None:
+        return covered_by_scales(x, r), tensor_amax_shape(x.shape, r)
+    if r.block_rows > 1:
+        raise Declined(f"{call.op}: blocks of {r.id} have no CUDA kernel; compute on the CPU with cupy.asnumpy(x)")
+    return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
+
+
+# ---- without a recipe -----------------------------------------------------------------------------------------------------
+
+
+def plain_amax(x: Any, axis: Any) -> Any:
+    """Largest |x|, of all or along axes, NaN where there is one."""
+    with interop.making_current(x.device.id):
+        columns = reduced_columns(x, axis)
+        if columns is not None:
+            matrices, shape = columns
+            return amax_columns(matrices).reshape(shape)
+        rows, shape = reduced_rows(x, axis)
+        return launch.amax(rows, by_row=axis is not None).reshape(shape)
+
+
+def reduced_columns(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
+    """x as matrices (B, M, K) to reduce to (B, K), where it lies so and each keeps a thread block busy; as reduced_rows."""
+    reduced = sorted(_axes(x, axis))
+    if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
+        return None
+    lead, rest = x.shape[: reduced[0]], x.shape[reduced[-1] + 1 :]
+    B, M, K = (prod(part) for part in (lead, x.shape[reduced[0] : reduced[-1] + 1], rest))
+    return (x.reshape(B, M, K), lead + rest) if B == 1 or M * K >= 16 * THREADS else None
+
+
+def _axes(x: Any, axis: Any) -> tuple[int, ...]:
+    if axis is None:
+        return ()
+    return tuple(range(x.ndim)[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
+
+
+def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
+    """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the result."""
+    cupy = interop.cupy()
+    if axis is None:
+        return cupy.ascontiguousarray(x), ()
+    reduced = _axes(x, axis)
+    kept = tuple(a for a in range(x.ndim) if a not in reduced)
+    shape = tuple(x.shape[a] for a in kept)
+    m = prod(x.shape[a] for a in reduced)
+    return cupy.ascontiguousarray(x.transpose(*kept, *reduced)).reshape(prod(shape), m), shape

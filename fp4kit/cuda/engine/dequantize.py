@@ -1,0 +1,44 @@
+"""dequantize on CuPy arrays."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.cuda.geometry import ready
+from fp4kit.cuda.launch import dequantize_matrix
+from fp4kit.quantized import Quantized
+
+
+def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
+    """Values of q, rounded to dtype; in out, or a new array."""
+    cupy = interop.cupy()
+    with interop.making_current(q.packed.device.id):
+        direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous and out.data.ptr % 16 == 0
+        moved: Any = out if direct else cupy.empty(q.moved_shape, dtype)
+        if moved.size:
+            _dequantize_matrices(q, moved)
+        values = cupy.moveaxis(moved, -1, q.axis)
+        if out is None:
+            return values
+        if not direct:
+            out[...] = values
+        return out
+
+
+def _dequantize_matrices(q: Quantized, moved: Any) -> None:
+    amax = q.tensor_amax
+    if amax is not None and not amax.flags.c_contiguous:
+        amax = amax.copy()
+    K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(amax, q.recipe)
+    B = prod(moved.shape[:-2]) if moved.ndim > 2 and apart else 1
+    packed, values = ready(q.packed).reshape(B, -1), moved.reshape(B, -1)
+    scales = None if q.block_scale is None else ready(q.block_scale).reshape(B, -1)
+    for i in range(B):
+        part = part_of(amax, q.recipe, i, (B, moved.size // B // K))
+        scale_part = None if scales is None else scales[i]
+        dequantize_matrix(packed[i], scale_part, q.recipe, q.scale_layout, part, q.dtype, values[i].reshape(-1, K))

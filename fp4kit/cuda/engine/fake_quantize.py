@@ -1,0 +1,45 @@
+"""fake_quantize and the clip mask of its gradient on CuPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.parse import Call
+from fp4kit.cuda.clip import clip_gradient
+from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.launch import Matrix, quantize_matrix
+from fp4kit.cuda.ways import way_of
+
+
+def fake_quantize(call: Call) -> Any:
+    """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
+    cupy, work = interop.cupy(), work_of(call, values=True)
+    way_of(work), count(call, work, call.tensor_amax)  # declined before any work
+    with interop.making_current(call.x.device.id):
+        x = cupy.ascontiguousarray(call.moved)
+        values = cupy.empty(x.shape, x.dtype)
+        amax = None if takes_own_amaxes(call) else tensor_amax(call, x)
+        if x.size:
+            seed = call.random if isinstance(call.random, int) else 0
+            for matrix, part in split(call, work, Matrix(x, values=values, tensor_amax=amax)):
+                quantize_matrix(matrix, part, seed)
+        return cupy.moveaxis(values, -1, call.axis)
+
+
+def takes_own_amaxes(call: Call) -> bool:
+    """Whether the kernel finds the amaxes itself: of a fake_rule with a scale for each block, where they are not given."""
+    return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
+
+
+def clip(call: Call, amax: Any) -> Any:
+    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    cupy = interop.cupy()
+    with interop.making_current(call.x.device.id):
+        x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))
+        out = cupy.empty(g.shape, g.dtype)
+        clip_gradient(g, x, limit, out)
+        return cupy.moveaxis(out, -1, call.axis)

@@ -1,0 +1,67 @@
+"""transpose, swizzle, pack and unpack on CuPy arrays."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop, layouts
+from fp4kit.call.parse import Declined
+from fp4kit.cuda import pack_codes
+from fp4kit.cuda import swizzle as swizzle_launcher
+from fp4kit.cuda import transpose as transpose_launcher
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+
+
+def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
+    """Codes and scales of q transposed: of the last two axes of q.moved_shape. One launch."""
+    cupy, size = interop.cupy(), q.recipe.block_size
+    *lead, M, K = q.moved_shape
+    shape = (*lead, K, M)
+    if size not in transpose_launcher.BLOCKS:
+        raise Declined(
+            f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()"
+        )
+    with interop.making_current(packed.device.id):
+        codes = cupy.empty(packed_shape(shape, q.recipe), np.uint8)
+        block_scale = cupy.empty(padded_shape(scale_shape(shape, q.recipe), q.scale_layout), np.uint8)
+        if codes.size:
+            packed, scales = cupy.ascontiguousarray(packed), cupy.ascontiguousarray(scales)
+            dimensions = (prod(lead), M, K)
+            transpose_launcher.transpose(packed, scales, q.recipe, q.scale_layout, codes, block_scale, dimensions)
+        return codes, block_scale
+
+
+def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
+    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
+    layouts.check_size(scales, source, shape)
+    cupy = interop.cupy()
+    with interop.making_current(scales.device.id):
+        out = cupy.empty(padded_shape(shape, target), np.uint8)
+        if out.size:
+            *lead, R, C = shape
+            swizzle_launcher.swizzle(cupy.ascontiguousarray(scales), source, out, target, (prod(lead), R, C))
+        return out
+
+
+def pack(codes: Any) -> Any:
+    """4-bit codes, two a byte; their high nibbles are dropped, since to look at them would be to wait."""
+    layouts.check_pairs(codes.shape)
+    return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))
+
+
+def unpack(packed: Any) -> Any:
+    """4-bit codes, one a byte."""
+    return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
+
+
+def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
+    cupy = interop.cupy()
+    with interop.making_current(array.device.id):
+        out = cupy.empty(shape, np.uint8)
+        if out.size:
+            launch(cupy.ascontiguousarray(array), out)
+        return out

@@ -1,0 +1,72 @@
+"""From the arrays of a call to the matrices that kernels take: how a stack is split, and what part of each array is whose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from fp4kit import interop
+from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.parse import Call, Declined
+from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.ways import Work
+
+GROUP = 16  # elements that share the words of a seed's random bytes
+
+
+def work_of(call: Call, *, values: bool = False, columns: bool = False) -> Work:
+    """What the launches of a call are asked for; the shape is that of the whole, with its rows joined."""
+    x = call.x if columns else call.moved
+    K = x.shape[-1]
+    return Work(
+        call.recipe,
+        x.dtype,
+        (prod(x.shape[:-1]), K),
+        "linear" if values else call.layout,
+        values,
+        columns,
+        call.random is not None,
+        call.mask,
+        call.block_amax is not None,
+    )
+
+
+def count(call: Call, work: Work, amax: Any) -> int:
+    """How many matrices a call is split into: one where the rows of a stack may be joined.
+
+    Raises Declined where a matrix would begin inside a group of a seed's random bytes.
+    """
+    shape = call.x.shape if work.columns else call.moved.shape
+    apart = work.layout != "linear" or work.columns or work.recipe.block_rows > 1 or work.mask is not None
+    if len(shape) < 3 or not (apart or is_per_expert(amax, work.recipe)):
+        return 1
+    B = prod(shape[:-2])
+    if isinstance(call.random, int) and prod(shape[-2:]) % GROUP:
+        raise Declined(
+            f"stochastic rounding from a seed of stacked matrices of {prod(shape[-2:])} elements each has no CUDA kernel; "
+            f"needs a multiple of {GROUP}, or the random bytes"
+        )
+    return B
+
+
+def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]]:
+    """The matrices of contiguous arrays of a call, which have elements, and their works."""
+    r, x = work.recipe, whole.x
+    B = count(call, work, whole.tensor_amax)
+    K, rows = x.shape[-1], x.size // B // x.shape[-1]
+    random = None if isinstance(call.random, int) else call.random
+    block_amax, random = (None if a is None else interop.cupy().ascontiguousarray(a) for a in (call.block_amax, random))
+    whole = whole._replace(block_amax=block_amax, random=random)
+    scales = ("tensor_amax", "tensor_scale", "column_tensor_scale")
+    parts = {name: a.reshape(B, -1) for name, a in _arrays(whole) if name not in scales}
+    for i in range(B):
+        matrix = {name: a[i] for name, a in parts.items()}
+        matrix |= {name: part_of(getattr(whole, name), r, i, (B, rows)) for name in scales}
+        matrix["x"] = matrix["x"].reshape(rows, K)
+        yield Matrix(**matrix, group=i * rows * K // GROUP), work._replace(shape=(rows, K))
+
+
+def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
+    """Names and arrays of what is there."""
+    return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)

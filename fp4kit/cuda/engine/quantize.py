@@ -1,0 +1,77 @@
+"""quantize and quantize_both on CuPy arrays: choose, allocate, launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp4kit import interop
+from fp4kit.call.outputs import empty_quantized
+from fp4kit.call.parse import Call
+from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
+from fp4kit.cuda.ways import Work, find, way_of
+from fp4kit.quantized import Quantized
+from fp4kit.reference.scaling import tensor_scale
+
+
+def quantize(call: Call) -> Quantized:
+    """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes them."""
+    work = work_of(call, columns=_is_columnwise(call))
+    if find(work) is None:
+        work = work_of(call)
+    way_of(work), count(call, work, call.tensor_amax)  # declined before any work
+    with interop.making_current(call.x.device.id):
+        x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
+        amax = tensor_amax(call, x, work.columns)
+        result = call.out or allocate(call, amax)
+        launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
+        if call.out is not None and amax is not None:
+            call.out.tensor_amax[...] = amax
+    return result
+
+
+def _is_columnwise(call: Call) -> bool:
+    return call.axis == call.x.ndim - 2
+
+
+def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
+    """quantize of the rowwise and of the columnwise call, from one read where a way takes both under one amax."""
+    work = work_of(column, columns=True)
+    one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
+    if find(work) is None or not one_amax:
+        return quantize(row), quantize(column)
+    with interop.making_current(row.x.device.id):
+        x = interop.cupy().ascontiguousarray(row.x)
+        amax = tensor_amax(row, x)
+        q_row, q_column = allocate(row, amax), allocate(column, amax)
+        launch(column, work, x, amax, q_row, q_column)
+    return q_row, q_column
+
+
+def allocate(call: Call, amax: Any) -> Quantized:
+    """What a call writes to; amax in its canonical shape, None without a tensor scale."""
+    return empty_quantized(call, amax, interop.cupy().empty, empty_scales)
+
+
+def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
+    """Quantize contiguous x into the codes and scales along its rows, its columns, or both."""
+    if not x.size:
+        return _fill_scales(call, amax, row, column)
+    seed = call.random if isinstance(call.random, int) else 0
+    arrays = Matrix(x, tensor_amax=amax)
+    if row is not None:
+        arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
+    if column is not None:
+        parts = {"column_packed": column.packed, "column_scales": column.block_scale, "column_tensor_scale": column.tensor_scale}
+        arrays = arrays._replace(**parts)
+    for matrix, part in split(call, work, arrays):
+        quantize_matrix(matrix, part, seed)
+    return None
+
+
+def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
+    """Tensor scales of an array without elements."""
+    for q in results:
+        if q is not None and q.tensor_scale is not None:
+            q.tensor_scale[...] = interop.cupy().asarray(tensor_scale(amax.get(), call.recipe, call.x.dtype).decode)

@@ -1,0 +1,46 @@
+"""requantize on CuPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.parse import Options, quantize_call
+from fp4kit.cuda import requantize as kernels
+from fp4kit.cuda.engine.dequantize import dequantize
+from fp4kit.cuda.engine.layouts import swizzle
+from fp4kit.cuda.engine.quantize import quantize
+from fp4kit.cuda.geometry import ready
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.reference.requantize import may_keep_codes
+
+FLOAT32 = np.dtype(np.float32)
+
+
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
+    """q by another recipe; and how many values are not the same, int64 () on the device.
+
+    The values are quantized, then overwritten with the codes as they are, where the device finds that they can be kept.
+    """
+    with interop.making_current(q.packed.device.id):
+        values = dequantize(q, FLOAT32)
+        may_keep = may_keep_codes(q, target)
+        layout = "linear" if may_keep else q.scale_layout
+        call = quantize_call("requantize", values, target, q.axis, Options(layout))
+        result = replace(quantize(call), dtype=q.dtype)
+        if may_keep:
+            source = (ready(q.packed), ready(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)))
+            outputs = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
+            kernels.keep_codes(*source, q.recipe, target, q.dtype, *outputs)
+        before, after = (np.moveaxis(v, q.axis, -1) for v in (values, dequantize(result, FLOAT32)))
+        changed = kernels.count_changed(before, after)
+        scales = _layout_changed(result.block_scale, layout, q.scale_layout, result.scale_shape)
+        return replace(result, block_scale=scales, scale_layout=q.scale_layout), changed
+
+
+def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
+    return scales if source == target else swizzle(scales, source, target, shape)

@@ -1,0 +1,30 @@
+"""Which engine does a call: chosen by where the array lives, asked in order, refused where none has a way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.call.parse import Declined
+from fp4kit.cuda import engine as cuda
+from fp4kit.reference import engine as reference
+
+
+def engines_of(array: Any) -> tuple[Any, ...]:
+    """The engines that take an array, the one to ask first in front."""
+    return (reference,) if isinstance(array, np.ndarray) else (cuda,)
+
+
+def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
+    """What the first engine that does not decline gives; op: the public function that errors name.
+
+    Raises NotImplementedError with the reason of the last one where all decline.
+    """
+    reason = None
+    for engine in engines_of(array):
+        try:
+            return getattr(engine, operation)(*arguments)
+        except Declined as declined:
+            reason = declined
+    raise NotImplementedError(f"{op}: {reason}")

@@ -1,0 +1,285 @@
+"""The specification as an engine: calls on NumPy arrays, matrix by matrix. It declines none.
+
+cuda.engine has the same functions for CuPy arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import layouts
+from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
+from fp4kit.call.outputs import empty_quantized
+from fp4kit.call.parse import Call, Options, quantize_call
+from fp4kit.layouts import swizzle_scales, unswizzle_scales
+from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.reference import partial
+from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
+from fp4kit.reference.dequantize import dequantize_matrix
+from fp4kit.reference.fake import FAKE_RULES, clip_gradient
+from fp4kit.reference.quantize import Options as MatrixOptions
+from fp4kit.reference.quantize import quantize_matrix
+from fp4kit.reference.quantize import tensor_amax as matrix_amax
+from fp4kit.reference.requantize import keep_codes
+from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.stack import stack
+from fp4kit.reference.stochastic import RandomBytes, stream_tile
+from fp4kit.reference.transpose import transpose_codes, transpose_scales
+
+__all__ = [
+    "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
+    "quantize_both", "requantize", "swizzle", "transpose", "unpack",
+]  # fmt: skip
+
+
+# ---- amaxes ---------------------------------------------------------------------------------------------------------------
+
+
+def amax(call: Call) -> np.ndarray:
+    """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
+    if call.recipe.block is None:
+        return compute_tensor_amax(call.moved, call.recipe)
+    height, width = call.recipe.block
+    *lead, K = call.moved.shape
+    shape = (*lead[:-1], -(-lead[-1] // height), K // width) if lead else (K // width,)
+    out = np.zeros(shape, np.float32)
+    if not out.size:
+        return out
+    matrices = stack(call.moved, call.recipe)
+    flat = out.reshape(len(matrices), -1, K // width)
+    for i, matrix in enumerate(matrices):
+        for rows, columns in tiles(matrix.shape, call.recipe.block):
+            target = flat[i][rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width]
+            target[...] = block_amax(np.ascontiguousarray(matrix[rows, columns], np.float32), call.recipe)
+    return out
+
+
+def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
+    """Largest |x|, of all or along axes, NaN where there is one."""
+    if axis is not None:
+        return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
+    chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
+    return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)
+
+
+def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
+    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block."""
+    shape = tensor_amax_shape(moved.shape, r)
+    if moved.size == 0:
+        return np.zeros(shape, np.float32)
+    parts = np.stack([matrix_amax(matrix, r, mask) for matrix in stack(moved, r)])
+    if r.tensor_scaling == "tensor":
+        parts = (np.max if r.amax_nan == "propagate" else np.fmax.reduce)(parts)
+    return np.asarray(parts, np.float32).reshape(shape)
+
+
+def _tensor_amax(call: Call) -> np.ndarray | None:
+    """The tensor_amax of a call, given or computed; None for recipes without a tensor scale."""
+    if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
+        return call.tensor_amax
+    return compute_tensor_amax(call.moved, call.recipe, call.mask)
+
+
+# ---- codes ----------------------------------------------------------------------------------------------------------------
+
+
+def quantize(call: Call) -> Quantized:
+    """Codes and scales of call.moved, into call.out or a new Quantized."""
+    amax, r = _tensor_amax(call), call.recipe
+    packed, scales = _direct_outputs(call)
+    if call.x.size:
+        _quantize_matrices(call, amax, packed, scales)
+    swizzled = None if scales is None else swizzle_scales(scales, call.layout)
+    decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
+    if call.out is None:
+        return Quantized(packed, swizzled, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    out = call.out
+    for target, part in ((out.packed, packed), (out.block_scale, swizzled)):
+        if part is not None and part is not target:
+            target[...] = part
+    for target, part in ((out.tensor_scale, decode_scale), (out.tensor_amax, amax)):
+        if part is not None:
+            target[...] = part
+    return out
+
+
+def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
+    """quantize of the rowwise and of the columnwise call."""
+    return quantize(row), quantize(column)
+
+
+def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
+    """Arrays for codes and linear block scales: those of out where they can be written directly, else new ones."""
+    new = empty_quantized(call._replace(layout="linear"), None, np.empty, lambda shape, layout: np.empty(shape, np.uint8))
+    if call.out is None:
+        return new.packed, new.block_scale
+    packed = call.out.packed if call.out.packed.flags.c_contiguous else new.packed
+    if new.block_scale is None:
+        return packed, None
+    direct = call.layout == "linear" and call.out.block_scale.flags.c_contiguous
+    return packed, call.out.block_scale if direct else new.block_scale
+
+
+def _quantize_matrices(call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None) -> None:
+    r = call.recipe
+    x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
+    B, M, K = x.shape
+    codes = packed.reshape(B, M, -1)
+    scale_rows, blocks_of = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
+    for i, matrix in enumerate(x):
+        blocks = None if blocks_of is None else blocks_of[i][:: r.block_rows]
+        options = MatrixOptions(blocks, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        out_scales = None if scale_rows is None else scale_rows[i]
+        quantize_matrix(matrix, r, part_of(amax, r, i, (B, M)), codes[i], out_scales, options)
+
+
+def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
+    """Random bytes of a tile of matrix i: cut from the given ones, or from the counter-based stream."""
+    if random is None:
+        return None
+    if isinstance(random, np.ndarray):
+        matrix = stack(random, r, True)[i]
+        return lambda rows, columns: matrix[rows, columns]
+    return lambda rows, columns: stream_tile(random, i * prod(shape), shape[1], rows, columns)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------------
+
+
+def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+    """Values of q, rounded to dtype; in out, or a new array."""
+    moved = np.empty(q.moved_shape, dtype)
+    if moved.size:
+        _dequantize_matrices(q, moved)
+    values = np.moveaxis(moved, -1, q.axis)
+    if out is None:
+        return values
+    out[...] = values
+    return out
+
+
+def _dequantize_matrices(q: Quantized, moved: np.ndarray) -> None:
+    M, K = (1, *q.moved_shape)[-2:]
+    B = moved.size // (M * K)
+    packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
+    scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+    amax = None if q.tensor_amax is None else np.asarray(q.tensor_amax)
+    for i in range(B):
+        part = part_of(amax, q.recipe, i, (B, M))
+        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, q.dtype, values[i])
+
+
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
+    """q by another recipe, with its codes where they can be kept; and how many values are not the same."""
+    values, result = dequantize(q, np.dtype(np.float32)), keep_codes(q, target)
+    if result is None:
+        result = replace(quantize(quantize_call("requantize", values, target, q.axis, Options(q.scale_layout))), dtype=q.dtype)
+    found = dequantize(result, np.dtype(np.float32))
+    same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))
+    return result, int(same.size - np.count_nonzero(same))
+
+
+def fake_quantize(call: Call) -> np.ndarray:
+    """Values of the recipe's fake_rule; without one, of the codes."""
+    if call.recipe.fake_rule is None:
+        return dequantize(quantize(call), call.x.dtype)
+    amax, r = _tensor_amax(call), call.recipe
+    moved = np.empty(call.moved.shape, call.x.dtype)
+    if moved.size:
+        x = stack(call.moved, r, is_per_expert(amax, r))
+        values = moved.reshape(x.shape)
+        blocks = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
+        for i, matrix in enumerate(x):
+            part = part_of(amax, r, i, (x.shape[0], x.shape[1]))
+            _fake_matrix(matrix, r, part, None if blocks is None else blocks[i], values[i])
+    return np.moveaxis(moved, -1, call.axis)
+
+
+def _fake_matrix(x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.ndarray | None, values: np.ndarray) -> None:
+    """Values of a matrix by r.fake_rule, into values."""
+    tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
+    for rows, columns in tiles(x.shape, r.block):
+        tile = np.ascontiguousarray(x[rows, columns], np.float32)
+        cut = slice(columns.start // size, columns.stop // size)
+        given = None if blocks is None else blocks[rows, cut]
+        with np.errstate(all="ignore"):
+            y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, given, x.dtype)
+            values[rows, columns] = y.astype(x.dtype)
+
+
+def clip_amax(call: Call) -> np.ndarray:
+    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
+    if call.recipe.tensor_scaling != "none":
+        return compute_tensor_amax(call.moved, call.recipe)
+    parts = [matrix_amax(matrix, call.recipe) for matrix in stack(call.moved, call.recipe)]
+    combine = np.max if call.recipe.amax_nan == "propagate" else np.fmax.reduce
+    return np.asarray(combine(np.stack(parts)) if call.moved.size else 0, np.float32)
+
+
+def clip(call: Call, amax: np.ndarray) -> np.ndarray:
+    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
+    x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
+    out = np.empty(call.moved.shape, grad.dtype)
+    result = out.reshape(x.shape)
+    for i, matrix in enumerate(x):
+        part = amax if len(amax) == 1 else amax[i * M : (i + 1) * M]
+        for rows, columns in tiles((M, K), call.recipe.block):
+            limit = part if len(part) == 1 else part[rows]
+            if limit.shape[1] > 1:
+                size = K // limit.shape[1]
+                limit = np.repeat(limit[:, columns.start // size : columns.stop // size], size, axis=1)
+            result[i][rows, columns] = clip_gradient(g[i][rows, columns], matrix[rows, columns], limit)
+    return np.moveaxis(out, -1, call.axis)
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------------
+
+
+def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of q transposed: of the last two axes of q.moved_shape."""
+    *lead, M, K = q.moved_shape
+    B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
+    packed = packed.reshape(B, M, packed.shape[-1])
+    scales = unswizzle_scales(scales, q.scale_layout, q.scale_shape).reshape(B, M, K // size)
+    codes = np.empty((B, *packed_shape((K, M), q.recipe)), np.uint8)
+    linear = np.empty((B, *scale_shape((K, M), q.recipe)), np.uint8)
+    for i in range(B):
+        codes[i] = transpose_codes(packed[i], q.recipe.is_packed)
+        linear[i] = transpose_scales(scales[i], size)
+    linear = linear.reshape(scale_shape(shape, q.recipe))
+    return codes.reshape(packed_shape(shape, q.recipe)), swizzle_scales(linear, q.scale_layout)
+
+
+def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
+    return swizzle_scales(unswizzle_scales(scales, source, shape), target)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """4-bit codes, two a byte."""
+    if codes.size and codes.max() > 15:
+        raise ValueError(f"pack: the largest code is {codes.max()}; 4-bit codes are 0 to 15")
+    return layouts.pack(codes)
+
+
+unpack = layouts.unpack
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------------
+
+partial_amax = partial.partial_amax
+
+
+def partial_cast(
+    shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
+) -> None:
+    """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
+    if r.tensor_scaling != "none" and amax is None:
+        amax = np.max(block_amax, initial=np.float32(0))
+    partial.partial_cast(shard, out, block_amax, shape, start, r, amax)

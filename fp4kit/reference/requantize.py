@@ -1,0 +1,66 @@
+"""requantize: the exact cast from MXFP4 to NVFP4, which keeps the codes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.layouts import pack, swizzle_scales, unpack, unswizzle_scales
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.reference.codec import encode
+from fp4kit.reference.scaling import full_range, tensor_scale
+
+
+def may_keep_codes(q: Quantized, target: Recipe) -> bool:
+    """Whether the formats and blocks are those of the MXFP4 -> NVFP4 cast."""
+    source = q.recipe
+    if not (source.element is target.element is E2M1 and source.scale is E8M0 and target.scale is E4M3):
+        return False
+    if target.tensor_scaling != "tensor" or source.block is None or target.block is None or not q.packed.size:
+        return False
+    return target.block[0] == source.block[0] and source.block_size % target.block_size == 0
+
+
+def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
+    """The exact MXFP4 -> NVFP4 cast, or None where it does not apply."""
+    if not may_keep_codes(q, target):
+        return None
+    source = q.recipe
+    scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
+    exponents = _exponents(q, scales)
+    if exponents is None:
+        return None
+    nonzero, m = exponents
+    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # scales of zeros may be far outside
+    values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
+    block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
+    with np.errstate(over="ignore"):
+        amax = np.ldexp(full_range(target), m).astype(np.float32)
+    decode_scale = np.asarray(tensor_scale(amax, target, q.dtype).decode, np.float32)
+    if not np.isfinite(amax) or decode_scale != np.ldexp(np.float32(1), m):
+        return None
+    layout = swizzle_scales(block_scale, q.scale_layout)
+    return Quantized(_kept_codes(q), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout)
+
+
+def _kept_codes(q: Quantized) -> np.ndarray:
+    """The codes, but code 8 as 0 where the source's decoder drops the sign of zero."""
+    if q.recipe.decode_rule != "e8m0_flashinfer_host":
+        return q.packed.copy()
+    codes = unpack(q.packed)
+    return pack(np.where(codes == E2M1.sign_bit, np.uint8(0), codes))
+
+
+def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
+    """Which blocks hold a nonzero code, and the exponent m of the tensor scale; None if they span more than E4M3 does."""
+    if (scales == 255).any():
+        return None
+    codes = unpack(q.packed).reshape(*scales.shape, -1)
+    nonzero = (codes & 7).any(axis=-1)
+    if not nonzero.any():
+        return nonzero, 0
+    k = scales[nonzero].astype(np.int64) - 127
+    top = int(np.log2(E4M3.max))  # 2^8 is the largest power of two, 2^-9 the smallest
+    low = int(np.log2(E4M3.min_subnormal))
+    return (nonzero, int(k.max()) - top) if k.max() - k.min() <= top - low else None

@@ -1,0 +1,40 @@
+"""Arrays of any dimensions as stacks of matrices, without copying them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fp4kit.recipes import Recipe
+
+
+def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
+    """View of a (..., M, K) as matrices (B, M, K): one where rows may be joined without a copy, else one per leading index."""
+    if a.ndim == 1:
+        return a[None, None]
+    tall = recipe.block_rows > 1
+    if a.ndim == 2 or (a.flags.c_contiguous and not tall and not per_matrix):
+        return a.reshape(1, -1, a.shape[-1])
+    if a.ndim == 3:
+        return a
+    return _StackView(a)
+
+
+class _StackView:
+    """Matrices of a strided array of more than three dimensions, by index."""
+
+    def __init__(self, a: np.ndarray) -> None:
+        self._array = a
+        self._lead = a.shape[:-2]
+        self.shape = (int(np.prod(self._lead)), *a.shape[-2:])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self._array[np.unravel_index(i, self._lead)]
