@@ -161,7 +161,7 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
-    many = layout != "linear" and r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
+    many = layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     blocks = grid(value_blocks(rows, columns, dtype, MOST_RUNS if many else VALUE_RUNS), device, WHOLE)
     function = _dequantize_function(r, layout, original, dtype, device)
     return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -141,8 +140,7 @@ def clip_amax(p: Prepared) -> Any:
 def _computed_clip_amax(p: Prepared) -> Any:
     if p.on_device:
         return fake_on_device.clip_amax("fake_quantize_backward", p)
-    r = p.recipe
-    return compute_tensor_amax(p.moved, replace(r, tensor_scaling="tensor") if r.tensor_scaling == "none" else r)
+    return compute_tensor_amax(p.moved, p.recipe)
 
 
 def _reshape_clip_amax(amax: Any, p: Prepared) -> Any:

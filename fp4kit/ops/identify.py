@@ -76,7 +76,7 @@ def identify(q: Quantized, x: Any) -> Identification:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    same = a.element is b.element and a.scale is b.scale and a.block_size == b.block_size
+    same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 

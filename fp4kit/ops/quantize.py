@@ -198,12 +198,12 @@ def _outputs(
 
 
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block."""
+    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as "tensor"."""
     shape = check.tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
         return np.zeros(shape, np.float32)
     parts = np.stack([matrix_amax(matrix, r, mask) for matrix in stack(moved, r)])
-    if r.tensor_scaling == "tensor":
+    if r.tensor_scaling in ("none", "tensor"):
         parts = (np.max if r.amax_nan == "propagate" else np.fmax.reduce)(parts)
     return np.asarray(parts, np.float32).reshape(shape)
 
