@@ -29,7 +29,8 @@ QUANTIZE = np.dtype(
     [(n, _POINTER) for n in QUANTIZE_POINTERS] + [("seed", "u8"), ("group", "u8"), ("rows", "i8"), ("columns", "i8")]
 )
 _DEQUANTIZE = np.dtype(
-    [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_amax")] + [(n, "i8") for n in ("rows", "columns", "ahead")]
+    [(n, _POINTER) for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
+    + [(n, "i8") for n in ("rows", "columns", "ahead")]
 )
 AMAX = np.dtype([("x", _POINTER), ("amax", _POINTER), ("rows", "i8"), ("columns", "i8")])
 
@@ -156,7 +157,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 
 @lru_cache(LAUNCHES)
 def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int) -> Launch:
-    """What dequantizes a matrix of a shape; called with the addresses of packed, scales, values and tensor_amax."""
+    """What dequantizes a matrix of a shape; called with the addresses of the first five of _DEQUANTIZE."""
     rows, columns = shape
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
@@ -167,10 +168,12 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))
 
 
-def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
-    """Values of contiguous packed codes into values (M, K)."""
+def dequantize_matrix(
+    packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
+) -> None:
+    """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if unknown."""
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
-    launch(*map(address, (packed, scales, values, amax)))
+    launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 
 
 def transform_struct(mask: int | None) -> str:

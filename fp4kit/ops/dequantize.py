@@ -11,6 +11,8 @@ from fp4kit.ops import check, on_device, prepared_call
 from fp4kit.ops.quantize import matrix_part
 from fp4kit.quantized import Quantized
 from fp4kit.reference.dequantize import dequantize_matrix
+from fp4kit.reference.implied import stored_tensor_scale
+from fp4kit.reference.scaling import TensorScale
 
 
 def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None) -> np.ndarray:
@@ -18,7 +20,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
 
         value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
 
-    q: Quantized, any scale layout; on a GPU the result is a CuPy array.
+    q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that reads the
+        amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes exactly
+        q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied.py). Where no amax gives it, an
+        arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to.
     Returns a new array (a transposed view where the quantized axis was not the last).
@@ -35,7 +40,6 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
     if out is not None and isinstance(q.packed, np.ndarray):
         check.check_out("dequantize", "out", out, q.shape, wanted)
-    _check_tensor_amax(q)
     if not isinstance(q.packed, np.ndarray):
         values = on_device.dequantize(q, wanted, out)
         if key is not None:
@@ -51,23 +55,12 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     return out
 
 
-def _check_tensor_amax(q: Quantized) -> None:
-    """What the recipe's tensor scale is made from must be there: without it the tensor scale would be left out."""
-    if q.recipe.tensor_scaling == "none":
-        return
-    covered = check.tensor_amax_shape(q.moved_shape, q.recipe)
-    shape = None if q.tensor_amax is None else np.shape(q.tensor_amax)
-    per_expert = q.recipe.tensor_scaling == "tensor" and len(q.shape) > 2 and shape == q.moved_shape[:1]
-    if shape != covered and not per_expert:
-        raise ValueError(f"dequantize: q.tensor_amax has shape {shape}; {q.recipe.id} decodes with float32 {covered}")
-
-
 def _run(q: Quantized, moved: np.ndarray) -> None:
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
     scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
-    amax = None if q.tensor_amax is None else np.asarray(q.tensor_amax)
+    tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
-        part = matrix_part(amax, q.recipe, i, values.shape)
-        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, q.dtype, values[i])
+        part = TensorScale(*(np.asarray(matrix_part(np.asarray(p), q.recipe, i, values.shape)) for p in tensor))
+        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])

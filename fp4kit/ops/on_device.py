@@ -312,16 +312,13 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any) -> Any:
 
 
 def _dequantize_run(q: Quantized, moved: Any) -> None:
-    amax = q.tensor_amax
-    if amax is not None and not amax.flags.c_contiguous:
-        amax = amax.copy()
+    tensor = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K = moved.shape[-1]
-    per_expert = amax is not None and amax.ndim > 0 and q.recipe.tensor_scaling == "tensor"
+    per_expert = q.tensor_scale is not None and q.tensor_scale.ndim > 0 and q.recipe.tensor_scaling == "tensor"
     B = int(np.prod(moved.shape[:-2])) if moved.ndim > 2 and (q.scale_layout != "linear" or per_expert) else 1
-    arrays: list[Any] = [as_rows(a, B) for a in (ready(q.packed), ready(q.block_scale), moved)]
-    packed, scales, values = arrays
+    packed, scales, values = (as_rows(a, B) for a in (ready(q.packed), ready(q.block_scale), moved))
     for i in range(B):
-        index = i * amax.shape[0] // B if per_expert else None
-        scale_part = _at(scales, i)
-        part = part_of(amax, index, i, B, q.recipe)
-        launch.dequantize_matrix(packed[i], scale_part, q.recipe, q.scale_layout, part, q.dtype, values[i].reshape(-1, K))
+        index = i * q.tensor_scale.shape[0] // B if per_expert else None
+        scale, amax = (part_of(a, index, i, B, q.recipe) for a in tensor)
+        arrays = (packed[i], _at(scales, i), q.recipe, q.scale_layout, scale, amax)
+        launch.dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))
