@@ -6,9 +6,9 @@ Floating Point (OFP8) v1.0; NVFP4 as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +21,11 @@ class ElementFormat:
     """One number of `bits` bits: a float (sign, exponent, mantissa) or a two's complement integer (no exponent bits).
 
     Block scales use the same descriptors: E8M0 is unsigned, has no mantissa and no zero.
+    name: an identifier, which names the format in CUDA too. exponent_bits: 0 for an integer. At most 8 bits in all.
     specials: "none"; "nan": the pattern of all ones is NaN and there is no infinity; "ieee": the top exponent holds inf and NaN.
+    has_zero: False for E8M0 alone. Every value must be a float32.
+    A format is a value: equal fields are equal formats, in any process; arrays derived from them are read-only and not pickled.
+    Raises TypeError for a field of another type, ValueError for fields that make no such format.
     """
 
     name: str
@@ -31,6 +35,47 @@ class ElementFormat:
     specials: Literal["none", "nan", "ieee"] = "none"
     signed: bool = True
     has_zero: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if not self.name.isidentifier():
+            raise ValueError(f"ElementFormat: name is {self.name!r}; needs an identifier, such as 'E2M1'")
+        if self.exponent_bits < 0 or self.mantissa_bits < 0 or not 1 <= self.bits <= 8:
+            raise ValueError(
+                f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits {self.mantissa_bits}; "
+                "needs neither negative, and 1 to 8 bits with the sign"
+            )
+        if self.specials not in ("none", "nan", "ieee"):
+            raise ValueError(f"ElementFormat {self.name}: specials is {self.specials!r}; needs 'none', 'nan' or 'ieee'")
+        if self.is_integer:
+            self._check_integer()
+        else:
+            self._check_float()
+
+    def _check_types(self) -> None:
+        kinds = (str, int, int, int, str, bool, bool)
+        for (name, value), kind in zip(vars(self).items(), kinds, strict=True):
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                raise TypeError(f"ElementFormat: {name} is {value!r}; needs {kind.__name__}")
+
+    def _check_integer(self) -> None:
+        if self.mantissa_bits == 0 or self.bias or self.specials != "none" or not self.has_zero:
+            raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
+
+    def _check_float(self) -> None:
+        facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
+        if not self.has_zero and facts != (8, 0, 127, "nan", False):
+            raise ValueError(f"ElementFormat {self.name}: has_zero is False, which only E8M0's fields may have")
+        if self.specials == "ieee" and (self.mantissa_bits == 0 or self.exponent_bits == 1):
+            raise ValueError(f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa bits, and exponents below the top")
+        top = 2**self.exponent_bits - 1 - self.bias
+        if self.has_zero and not (self.emin - self.mantissa_bits >= -149 and top <= 127):
+            raise ValueError(f"ElementFormat {self.name}: bias is {self.bias}; some values are no float32; needs 2^-149 to 2^127")
+        if len(self.magnitudes) < 2:
+            raise ValueError(f"ElementFormat {self.name}: no finite value but zero")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ElementFormat, astuple(self)  # without the derived arrays, which would come back writeable
 
     def __repr__(self) -> str:
         return self.name
@@ -83,7 +128,9 @@ class ElementFormat:
     def magnitudes(self) -> np.ndarray:
         """Finite values of the non-negative codes, ascending; the index is the code."""
         positive = self.values[: self.sign_bit or None]
-        return positive[np.isfinite(positive)]
+        magnitudes = positive[np.isfinite(positive)]
+        magnitudes.setflags(write=False)
+        return magnitudes
 
     @property
     def max(self) -> np.float32:
@@ -118,7 +165,9 @@ class ElementFormat:
     def midpoints(self) -> np.ndarray:
         """Values half way between neighbouring magnitudes, where rounding has a tie (float64: exact)."""
         magnitudes = self.magnitudes.astype(np.float64)
-        return (magnitudes[1:] + magnitudes[:-1]) / 2
+        midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
+        midpoints.setflags(write=False)
+        return midpoints
 
 
 E2M1 = ElementFormat("E2M1", 2, 1, 1)
@@ -135,13 +184,23 @@ ELEMENT_FORMATS = (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """Elements of one format in blocks that share a scale: value = element * block_scale [* tensor_scale]."""
+    """Elements of one format in blocks that share a scale: value = element * block_scale [* tensor_scale].
+
+    Raises TypeError unless element and scale are formats; ValueError for a block_size below 1.
+    """
 
     name: str
     element: ElementFormat
     scale: ElementFormat
     block_size: int
     has_tensor_scale: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("element", "scale"):
+            if not isinstance(getattr(self, name), ElementFormat):
+                raise TypeError(f"BlockFormat {self.name}: {name} is {getattr(self, name)!r}; needs an ElementFormat")
+        if type(self.block_size) is not int or self.block_size < 1:
+            raise ValueError(f"BlockFormat {self.name}: block_size is {self.block_size!r}; needs a positive int")
 
     def __repr__(self) -> str:
         return self.name

@@ -300,15 +300,19 @@ ERRORS = {
     ),
     "out tensor_scale": (
         quantize(out=out(tensor_scale=np.zeros(2, np.float32))), ValueError,
-        "quantize: out.tensor_scale is float32 (2,); needs float32 ()",
+        "Quantized: tensor_scale is float32 (2,); nvfp4-te of (32, 64) needs float32 ()",
     ),
     "out tensor_amax": (
-        quantize(out=out(tensor_amax=np.zeros((), np.float64))), ValueError,
-        "quantize: out.tensor_amax is float64 (); needs float32 ()",
+        quantize(out=out(tensor_amax=np.zeros((), np.float64))), TypeError,
+        "Quantized: tensor_amax is float64; needs float32; convert it with tensor_amax.astype(np.float32)",
     ),
     "out no tensor_scale": (
-        quantize(out=out(tensor_scale=None)), TypeError,
-        "quantize: out.tensor_scale is NoneType; needs a numpy array, as x is",
+        quantize(out=out(tensor_scale=None)), ValueError,
+        "Quantized: tensor_scale is None; nvfp4-te of (32, 64) needs float32 ()",
+    ),
+    "out no tensor_amax": (
+        quantize(out=out(tensor_amax=None)), TypeError,
+        "quantize: out.tensor_amax is NoneType; needs a numpy array, as x is",
     ),
     # quantize_both
     "both of 1-d": (

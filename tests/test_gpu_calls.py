@@ -111,10 +111,11 @@ OUT_PARTS = {
     "codes misaligned": ({"packed": lambda: misaligned((64, 256), np.uint8)}, "out.packed is at address"),
     "scales misaligned": ({"block_scale": lambda: misaligned((64, 32), np.uint8)}, "out.block_scale is at address"),
     "codes strided": ({"packed": lambda: cupy.zeros((64, 512), np.uint8)[:, ::2]}, "out.packed needs a contiguous CuPy array"),
-    "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "out.packed needs a contiguous CuPy array"),
-    "tensor scale's shape": ({"tensor_scale": lambda: cupy.zeros(1, np.float32)}, "out.tensor_scale needs a contiguous"),
-    "tensor scale's dtype": ({"tensor_scale": lambda: cupy.zeros((), np.float64)}, "out.tensor_scale needs a contiguous"),
-    "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "out.tensor_amax needs a contiguous"),
+    "codes on the host": ({"packed": lambda: np.zeros((64, 256), np.uint8)}, "needs a NumPy array, as packed is"),
+    "scales on the host": ({"block_scale": lambda: np.zeros((64, 32), np.uint8)}, "needs a CuPy array, as packed is"),
+    "tensor scale's shape": ({"tensor_scale": lambda: cupy.zeros(1, np.float32)}, "tensor_scale is float32 (1,); nvfp4-te of"),
+    "tensor scale's dtype": ({"tensor_scale": lambda: cupy.zeros((), np.float64)}, "tensor_scale is float64; needs float32"),
+    "amax's dtype": ({"tensor_amax": lambda: cupy.zeros((), np.float16)}, "tensor_amax is float16; needs float32"),
     "no amax": ({"tensor_amax": lambda: None}, "out.tensor_amax needs a contiguous"),
 }
 
@@ -152,8 +153,13 @@ def test_a_wrong_quantize_after_a_right_one(wrong):
 def test_a_wrong_out_after_a_right_one(wrong):
     parts, text = OUT_PARTS[wrong]
     right = given_right()
-    other = right | {"out": replace(right["out"], **{name: make() for name, make in parts.items()})}
-    assert_same_error(lambda: fp4kit.quantize(**right), lambda: fp4kit.quantize(**other), ValueError, text)
+
+    def wrong():
+        made = {name: make() for name, make in parts.items()}
+        fp4kit.quantize(**right | {"out": replace(right["out"], **made)})
+
+    kind = TypeError if "as packed is" in text or "needs float32" in text else ValueError
+    assert_same_error(lambda: fp4kit.quantize(**right), wrong, kind, text)
 
 
 WRONG_DEQUANTIZE = {
@@ -162,12 +168,6 @@ WRONG_DEQUANTIZE = {
     "out's shape": (lambda q: {"out": cupy.zeros((32, 512), BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
     "host out": (lambda q: {"out": np.zeros(SHAPE, BF16)}, ValueError, "out needs a CuPy array of bfloat16 (64, 512)"),
     "no Quantized": (lambda q: {"q": q.packed}, TypeError, "needs a Quantized, as fp4kit.quantize returns"),
-    "no amax": (lambda q: {"q": replace(q, tensor_amax=None)}, ValueError, "q.tensor_amax has shape None"),
-    "amax's shape": (
-        lambda q: {"q": replace(q, tensor_amax=cupy.ones(64, np.float32))},
-        ValueError,
-        "q.tensor_amax has shape (64,)",
-    ),
 }
 
 
@@ -221,7 +221,33 @@ def test_strided_amaxes_of_rows():
     amax = cupy.asarray(np.repeat(expected.tensor_amax, 2))[::2]
     q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te-rowscaled", tensor_amax=amax)
     assert_same(q, expected)
-    assert differing(fp4kit.dequantize(replace(q, tensor_amax=amax)), fp4kit.dequantize(expected)) == 0
+    scale = cupy.asarray(np.repeat(expected.tensor_scale, 2))[::2]
+    for known in (amax, None):
+        strided = replace(q, tensor_scale=scale, tensor_amax=known)
+        assert differing(fp4kit.dequantize(strided), fp4kit.dequantize(expected)) == 0
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"])
+def test_unknown_and_wrong_amaxes(recipe):
+    """What decoding needs of an amax is found on the device, in the full way and in a prepared call."""
+    x = blocks(BF16)
+    q = fp4kit.quantize(x, recipe)
+    on_device = fp4kit.quantize(cupy.asarray(x), recipe)
+    for scale in (q.tensor_scale, q.tensor_scale * np.float32(1.2345)):
+        for amax in (None, np.full(q.tensor_scale.shape, 5, np.float32)):
+            expected = fp4kit.dequantize(replace(q, tensor_scale=scale, tensor_amax=amax), np.float32)
+            tensor = (None if a is None else cupy.asarray(a) for a in (scale, amax))
+            given = replace(on_device, **dict(zip(("tensor_scale", "tensor_amax"), tensor, strict=True)))
+            for _ in range(2):
+                assert differing(fp4kit.dequantize(given, np.float32), expected) == 0
+
+
+def test_amaxes_of_experts_that_are_unknown():
+    x = blocks(np.float32).reshape(4, 16, 512)
+    q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=np.float32([1, 2, 3, 4]))
+    given = replace(fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=[1.0, 2.0, 3.0, 4.0]), tensor_amax=None)
+    assert differing(fp4kit.dequantize(given), fp4kit.dequantize(replace(q, tensor_amax=None))) == 0
+    assert differing(fp4kit.dequantize(given), fp4kit.dequantize(q)) == 0
 
 
 def test_threads_with_arrays_of_their_own():

@@ -231,7 +231,7 @@ CHANGES = {
     "shape of amax": lambda: {"amax": Array((2,))},
     "device of amax": lambda: {"amax": Array((), device=1)},
     "recipe": lambda: {"recipe": "nvfp4-te-reference"},
-    "recipe object": lambda: {"recipe": replace(fp4kit.recipe("nvfp4-te"), narrow=True)},
+    "recipe object": lambda: {"recipe": replace(fp4kit.recipe("nvfp4-te"), sign="negative")},
     "axis": lambda: {"axis": 0},
     "type of axis": lambda: {"axis": -1.0},
     "layout": lambda: {"layout": "swizzled_128x4"},
@@ -244,7 +244,7 @@ CHANGES = {
     "out's layout": lambda: {"out": result("nvfp4-te", layout="swizzled_8x4")},
     "out's codes": lambda: {"out": result("nvfp4-te", packed=Array((64, 128), np.uint8, offset=1))},
     "out's scales": lambda: {"out": result("nvfp4-te", block_scale=Array((64, 16), np.uint8, offset=1))},
-    "out's tensor scale": lambda: {"out": result("nvfp4-te", tensor_scale=Array((1,)))},
+    "out's tensor scale": lambda: {"out": result("nvfp4-te", tensor_scale=Array((), offset=4))},
     "out's amax": lambda: {"out": result("nvfp4-te", tensor_amax=None)},
 }
 

@@ -22,7 +22,8 @@ from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
 _DEQUANTIZE = np.dtype(
-    [(n, "u8") for n in ("packed", "scales", "values", "tensor_amax")] + [(n, "i8") for n in ("rows", "columns", "ahead")]
+    [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
+    + [(n, "i8") for n in ("rows", "columns", "ahead")]
 )
 AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")])
 
@@ -92,7 +93,7 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 
 @lru_cache(KEPT)
 def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int) -> Launch:
-    """What dequantizes a matrix of a shape; called with the addresses of packed, scales, values and tensor_amax."""
+    """What dequantizes a matrix of a shape; called with the addresses of the first five of _DEQUANTIZE."""
     rows, columns = shape
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
@@ -103,10 +104,12 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))
 
 
-def dequantize_matrix(packed: Any, scales: Any, r: Recipe, layout: str, amax: Any, original: np.dtype, values: Any) -> None:
-    """Values of contiguous packed codes into values (M, K)."""
+def dequantize_matrix(
+    packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
+) -> None:
+    """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if unknown."""
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
-    launch(*map(address, (packed, scales, values, amax)))
+    launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 
 
 def transform_struct(mask: int | None) -> str:

@@ -165,14 +165,15 @@ class DequantizeCall:
 
     def __call__(self, q: Quantized, out: Any) -> Any:
         values = self.empty(q.shape, self.dtype) if out is None else out
-        self.dequantize(q.packed.data.ptr, address(q.block_scale), values.data.ptr, address(q.tensor_amax))
+        scales, tensor_scale, amax = map(address, (q.block_scale, q.tensor_scale, q.tensor_amax))
+        self.dequantize(q.packed.data.ptr, scales, values.data.ptr, tensor_scale, amax)
         return values
 
 
 def dequantize(q: Quantized, values: Any) -> DequantizeCall | None:
     """The call that gave `values`, in its out or new."""
     r = q.recipe
-    shape = _one_matrix(values, q.axis, r, q.scale_layout, q.tensor_amax)
+    shape = _one_matrix(values, q.axis, r, q.scale_layout, q.tensor_scale)
     codes = [a for a in (q.packed, q.block_scale) if a is not None]
     if shape is None or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
         return None

@@ -40,7 +40,7 @@ def _constant(name: str, value: object) -> str:
 
 def has_table(r: Recipe) -> bool:
     """Whether the factors of a tensor's blocks are a function of the scale's code that is worth a table."""
-    return r.scale is E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
+    return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
 def recipe_struct(
@@ -64,7 +64,7 @@ def recipe_struct(
         "bool kHasTable": has_table(r),
         "bool kPropagateNan": r.amax_nan == "propagate",
         "bool kFlush": r.flush,
-        "bool kZeroFactor": r.flush and r.scale is E4M3,
+        "bool kZeroFactor": r.flush and r.scale == E4M3,
         "bool kDivide": r.apply == "divide",
         "bool kRoundScaled": r.round_scaled,
         "bool kNanIsMax": r.nan_is_max,

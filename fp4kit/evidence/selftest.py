@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,7 +99,10 @@ class Engine:
     def get(self, a: Any) -> Any:
         """The NumPy array, or Quantized of NumPy arrays, of a result."""
         if isinstance(a, Quantized):
-            return replace(a, **{name: self.get(getattr(a, name)) for name in _PARTS})
+            found = copy(a)  # unchecked: what a device gave wrong is to be compared
+            for name in _PARTS:
+                object.__setattr__(found, name, self.get(getattr(a, name)))
+            return found
         return a.get() if hasattr(a, "get") else a
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

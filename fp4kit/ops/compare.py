@@ -92,7 +92,7 @@ def _values(a: Any) -> np.ndarray:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    same = a.recipe.element is b.recipe.element and a.recipe.scale is b.recipe.scale and a.axis == b.axis
+    same = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not same or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
     codes = _count(*(unpack(q.packed) if q.recipe.is_packed else q.packed for q in (a, b)))

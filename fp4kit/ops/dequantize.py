@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call import check
-from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.outputs import check_values_out
 from fp4kit.cuda import prepared
 from fp4kit.ops.engines import run
@@ -19,7 +18,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
 
         value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
 
-    q: Quantized, any scale layout; on a GPU the result is a CuPy array.
+    q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that reads the
+        amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes exactly
+        q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied.py). Where no amax gives it, an
+        arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to.
     Returns a new array (a transposed view where the quantized axis was not the last).
@@ -35,19 +37,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     if wanted not in check.FLOATS:
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
-    _check_tensor_amax(q)
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)
     if key is not None:
         prepared.keep(key, prepared.dequantize(q, values))
     return values
-
-
-def _check_tensor_amax(q: Quantized) -> None:
-    """What the recipe's tensor scale is made from must be there: without it the tensor scale would be left out."""
-    if q.recipe.tensor_scaling == "none":
-        return
-    covered = tensor_amax_shape(q.moved_shape, q.recipe)
-    shape = None if q.tensor_amax is None else np.shape(q.tensor_amax)
-    per_expert = q.recipe.tensor_scaling == "tensor" and len(q.shape) > 2 and shape == q.moved_shape[:1]
-    if shape != covered and not per_expert:
-        raise ValueError(f"dequantize: q.tensor_amax has shape {shape}; {q.recipe.id} decodes with float32 {covered}")

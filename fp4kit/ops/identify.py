@@ -15,7 +15,11 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.scaling import full_range
+from fp4kit.reference.engine import compute_tensor_amax
+from fp4kit.reference.implied import amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.scaling import tensor_scale
+
+MOST_NEIGHBOURS = 16  # amaxes that give one tensor scale, where they are no more than roundings apart
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,8 @@ def identify(q: Quantized, x: Any) -> Identification:
 
     q: codes and scales of unknown origin, under any recipe of the same format; x: the array they were made from, q's shape and
         the producer's dtype (float32, float16 or bfloat16: some recipes round to it).
-    The tensor's amax is q.tensor_amax; where q has only a tensor_scale, the amax that it implies.
+    The tensor's amax is q.tensor_amax where q's recipe makes q.tensor_scale of it. Else, for each recipe, one that it makes
+        q.tensor_scale of: that of x, or one that the scale implies (reference/implied.py).
     What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for a table. Raises ValueError if the shapes differ; TypeError as quantize does.
     """
@@ -76,13 +81,25 @@ def identify(q: Quantized, x: Any) -> Identification:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    same = a.element is b.element and a.scale is b.scale and a.block_size == b.block_size
+    same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe) -> Match:
+    """The best of what r gives under each amax that may have been the tensor's."""
+    best = None
+    for amax in _tensor_amaxes(q, x, r):
+        found = _match_under(q, x, r, amax)
+        best = found if best is None or found.equal > best.equal else best
+        if best.equal == best.total:
+            break
+    assert best is not None  # there is always one
+    return best
+
+
+def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None) -> Match:
     with np.errstate(all="ignore"):
-        ours = quantize(x, r, axis=q.axis, tensor_amax=_tensor_amax(q, r, x.dtype))
+        ours = quantize(x, r, axis=q.axis, tensor_amax=amax)
     codes = ours.packed != q.packed
     scales = np.zeros(0, bool) if q.block_scale is None else ours.block_scale != q.block_scale
     differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
@@ -91,13 +108,46 @@ def _match(q: Quantized, x: np.ndarray, r: Recipe) -> Match:
     return Match(r.id, total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
 
-def _tensor_amax(q: Quantized, r: Recipe, dtype: np.dtype) -> np.ndarray | None:
-    """The amax to quantize with, or None to take it from x."""
-    known = q.tensor_amax
-    if r.tensor_scaling != q.recipe.tensor_scaling or r.tensor_rule is None:
-        return None
-    if known is not None:
-        return None if np.isnan(known).any() else known
-    if q.tensor_scale is None:
-        return None
-    return np.asarray(q.tensor_scale, np.float32) * full_range(r)
+def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe) -> Iterator[np.ndarray | None]:
+    """The amaxes to quantize with, the likeliest first; None takes it from x.
+
+    The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied one, and then
+    others that give the same scale by another encode scale.
+    """
+    if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or np.isnan(q.tensor_scale).any():
+        yield None
+        return
+    if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
+        yield q.tensor_amax
+        return
+    amax = _own_or_implied(q, x, r)
+    yield amax
+    seen = [tensor_scale(amax, r, q.dtype).encode]
+    for other in _others(amax, q, r):
+        encode = tensor_scale(other, r, q.dtype).encode
+        if not any(np.array_equal(encode, known) for known in seen):
+            seen.append(encode)
+            yield other
+
+
+def _own_or_implied(q: Quantized, x: np.ndarray, r: Recipe) -> np.ndarray:
+    implied = implied_amax(q.tensor_scale, r, q.dtype)
+    with np.errstate(over="ignore"):
+        implied = np.where(implied >= 0, implied, np.asarray(q.tensor_scale * covered_range(r), np.float32))
+    own = compute_tensor_amax(np.moveaxis(x, q.axis, -1), r)
+    if own.shape != implied.shape or np.isnan(own).any():
+        return implied
+    return np.where(same_scale(_decode_scale(own, r, q), q.tensor_scale), own, implied)
+
+
+def _others(amax: np.ndarray, q: Quantized, r: Recipe) -> Iterator[np.ndarray]:
+    """Amaxes of the same scales, one after the other: those of a rule of float32 roundings are a few neighbours."""
+    first, last = amax_interval(q.tensor_scale, r, q.dtype)
+    usual = (q.tensor_scale > 0) & np.isfinite(q.tensor_scale) & (first <= last)
+    for step in range(MOST_NEIGHBOURS):
+        bits = np.minimum(first + step, last).astype(np.int32)
+        yield np.where(usual, bits.view(np.float32), amax)
+
+
+def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
+    return tensor_scale(amax, r, q.dtype).decode

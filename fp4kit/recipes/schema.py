@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fp4kit.formats import BlockFormat, ElementFormat
+from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One producer's arithmetic. dataclasses.replace makes a variant: replace(recipe("mxfp4-ocp"), block=(1, 16)).
 
+    id: not empty; <format>-<producer>[-<variant>] in the table.
     element, scale: formats of a value and of a block scale (None: float32 scales only, in tensor_scale).
     block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
     tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
@@ -31,6 +33,10 @@ class Recipe:
     static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
     narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
     source: producer, file or function, version. exact: what it equals bit for bit, and where not.
+
+    A recipe is a value: equal fields are equal recipes, in any process.
+    Raises TypeError for a field of another type; ValueError for an unknown name, or for fields that no rule takes together
+    (an E8M0 scale under a rule that writes E4M3, narrow floats, ...), naming the field. Names and pairs: recipes/rules.py.
     """
 
     id: str
@@ -58,6 +64,13 @@ class Recipe:
     static: bool = False
     narrow: bool = False
     fake_only: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", as_block(self.id, self.block))
+        object.__setattr__(self, "scale_max", as_integer(self.id, "scale_max", self.scale_max))
+        if self.nan_code is not None:
+            object.__setattr__(self, "nan_code", as_integer(self.id, "nan_code", self.nan_code))
+        check_recipe(self)
 
     def __repr__(self) -> str:
         return f"Recipe({self.id!r})"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
+from dataclasses import fields
+from typing import Any
 
 from fp4kit.recipes import compressed_tensors, flashinfer, microxcaling, modelopt, ocp, qat, te, torchao
 from fp4kit.recipes.schema import Recipe
@@ -42,3 +45,13 @@ def recipe(id: str | Recipe) -> Recipe:
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see fp4kit.recipes()"
         raise ValueError(f"recipe: no recipe is called {id!r}; {hint}")
     return found
+
+
+def _reduce(r: Recipe) -> tuple[Any, ...]:
+    """What a pickle holds: the id of a recipe of the table, all fields of another."""
+    if RECIPES.get(r.id) == r:
+        return recipe, (r.id,)
+    return Recipe, tuple(getattr(r, field.name) for field in fields(r))
+
+
+copyreg.pickle(Recipe, _reduce)  # here, since schema.py does not know the table

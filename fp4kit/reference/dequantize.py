@@ -11,9 +11,10 @@ from fp4kit.layouts import unpack
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
-from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, tensor_scale
+from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range
 
 # Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
+# Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not be known.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -76,19 +77,26 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {
 
 
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
-    """float32 values (m, k) of codes (m, k) and block scale codes (m, k / block), by the recipe's decode rule."""
+    """float32 values (m, k) of codes (m, k) and block scale codes (m, k / block), by the recipe's decode rule.
+
+    Under a tensor scale that no amax gives (implied.UNKNOWN, below zero), by decode_product.
+    """
     m, k = codes.shape
     values = decode(codes, recipe.element).reshape(m, -1, recipe.block_size if recipe.block else k)
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):
-        return DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe).reshape(m, k)
+        decoded = DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe)
+        unknown = expanded.amax < 0
+        if unknown.any():
+            decoded = np.where(unknown, decode_product(values, scales, expanded, recipe), decoded)
+        return decoded.reshape(m, k)
 
 
 def dequantize_matrix(
-    packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, amax: np.ndarray | None, dtype: np.dtype, out: np.ndarray
+    packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. dtype: of what was quantized."""
-    tensor = tensor_scale(amax, recipe, dtype).columns(recipe)
+    """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of implied.stored_tensor_scale."""
+    tensor = tensor.columns(recipe)
     step = 2 if recipe.is_packed else 1
     for rows, columns in tiles(out.shape, recipe.block):
         codes = packed[rows, columns.start // step : columns.stop // step]

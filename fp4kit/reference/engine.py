@@ -22,11 +22,12 @@ from fp4kit.reference import partial
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
+from fp4kit.reference.implied import stored_tensor_scale
 from fp4kit.reference.quantize import Options as MatrixOptions
 from fp4kit.reference.quantize import quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import RandomBytes, stream_tile
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -68,12 +69,12 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block."""
+    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as "tensor"."""
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
         return np.zeros(shape, np.float32)
     parts = np.stack([matrix_amax(matrix, r, mask) for matrix in stack(moved, r)])
-    if r.tensor_scaling == "tensor":
+    if r.tensor_scaling in ("none", "tensor"):
         parts = (np.max if r.amax_nan == "propagate" else np.fmax.reduce)(parts)
     return np.asarray(parts, np.float32).reshape(shape)
 
@@ -168,10 +169,10 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray) -> None:
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
     scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
-    amax = None if q.tensor_amax is None else np.asarray(q.tensor_amax)
+    tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
-        part = part_of(amax, q.recipe, i, (B, M))
-        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, q.dtype, values[i])
+        part = TensorScale(*(part_of(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
+        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
@@ -214,11 +215,7 @@ def _fake_matrix(x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.n
 
 def clip_amax(call: Call) -> np.ndarray:
     """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
-    if call.recipe.tensor_scaling != "none":
-        return compute_tensor_amax(call.moved, call.recipe)
-    parts = [matrix_amax(matrix, call.recipe) for matrix in stack(call.moved, call.recipe)]
-    combine = np.max if call.recipe.amax_nan == "propagate" else np.fmax.reduce
-    return np.asarray(combine(np.stack(parts)) if call.moved.size else 0, np.float32)
+    return compute_tensor_amax(call.moved, call.recipe)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:

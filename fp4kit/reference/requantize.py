@@ -15,7 +15,7 @@ from fp4kit.reference.scaling import full_range, tensor_scale
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
     """Whether the formats and blocks are those of the MXFP4 -> NVFP4 cast."""
     source = q.recipe
-    if not (source.element is target.element is E2M1 and source.scale is E8M0 and target.scale is E4M3):
+    if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
         return False
     if target.tensor_scaling != "tensor" or source.block is None or target.block is None or not q.packed.size:
         return False

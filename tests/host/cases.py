@@ -8,6 +8,7 @@ from functools import cache
 
 import ml_dtypes
 import numpy as np
+from fp4kit.ops.check import tensor_amax_shape
 from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
@@ -20,7 +21,9 @@ from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
+from fp4kit.reference.scaling import tensor_scale
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected
@@ -261,32 +264,53 @@ class Dequantize:
 
     def run(self) -> Iterator[Result]:
         for shape in ((self.rows, 256), (3, 3 * self.recipe.block_size) if self.recipe.block else (5, 38)):
-            for amax in self.amaxes():
-                q = random_codes(self, shape, amax)
+            for number, (name, scale, amax) in enumerate(self.tensors(shape)):
+                q = random_codes(self, shape, scale, amax)
                 for dtype in self.outputs:
-                    ragged = self.recipe.block is None and amax == 3.7  # a matrix of a stack may begin anywhere
+                    ragged = self.recipe.block is None and number == 0  # a matrix of a stack may begin anywhere
                     values = DeviceArray.output(shape, dtype, dtype.itemsize * ragged)
-                    packed, scales, amaxes = device(q.packed), device(q.block_scale), device(q.tensor_amax)
-                    launch.dequantize_matrix(packed, scales, self.recipe, self.layout, amaxes, self.dtype, values)
-                    yield f"{dtype} values of amax {amax}", values.array, expected_values(self, shape, amax, dtype)
+                    arrays = device(q.packed), device(q.block_scale)
+                    tensor = device(q.tensor_scale), device(q.tensor_amax)
+                    launch.dequantize_matrix(*arrays, self.recipe, self.layout, *tensor, self.dtype, values)
+                    yield f"{dtype} values of {name}", values.array, expected_values(self, shape, name, dtype)
 
-    def amaxes(self) -> tuple[float, ...]:
-        """What an amax can be; NaN where recipes let it through."""
-        if self.recipe.tensor_scaling == "none":
-            return (0.0,)
-        return (3.7, 0.0, 1e-45, np.inf) + (np.nan,) * (self.recipe.amax_nan == "propagate")
+    def tensors(self, shape: tuple[int, int]) -> Iterator[tuple[str, np.ndarray | None, np.ndarray | None]]:
+        """Tensor scales and amaxes: what an amax can be, NaN where recipes let it through; unknown, wrong and impossible ones."""
+        r = self.recipe
+        if r.tensor_scaling == "none":
+            yield "no tensor scale", None, None
+            return
+        covered = tensor_amax_shape(shape, r)
+        for amax in (3.7, 0.0, 1e-45, np.inf) + (np.nan,) * (r.amax_nan == "propagate"):
+            full = np.full(covered, amax, np.float32)
+            yield f"amax {amax}", self.decode_scale(full), full
+        if not DECODE_RULES[r.decode_rule].needs_amax:
+            return
+        rng = np.random.default_rng(7)
+        for size in (3.7, 1e-3, 1e30, 1e-37):
+            amax = np.asarray(rng.uniform(1, 2, covered) * size, np.float32)
+            for name, amaxes in (("full", amax), ("bfloat16", amax.astype(BF16).astype(np.float32))):
+                yield f"unknown {name} amax near {size}", self.decode_scale(amaxes), None
+        shifts, wrong = rng.integers(-1, 2, covered), np.where(rng.random(covered) < 0.5, amax, np.float32(5))
+        scale = np.asarray(rng.uniform(1e-4, 1, covered), np.float32)
+        yield "scales of anywhere", scale, None
+        yield "scales beside those of wrong amaxes", (scale.view(np.int32) + shifts).astype(np.int32).view(np.float32), wrong
+
+    def decode_scale(self, amax: np.ndarray) -> np.ndarray:
+        """The scales of amaxes, as quantize gives them."""
+        return np.asarray(tensor_scale(amax, self.recipe, self.dtype).decode, np.float32)
 
 
-def random_codes(case: Dequantize, shape: tuple[int, int], amax: float) -> Quantized:
-    """Random bytes for codes, each scale byte in turn, and an amax for every tensor scale."""
+def random_codes(case: Dequantize, shape: tuple[int, int], scale: np.ndarray | None, amax: np.ndarray | None) -> Quantized:
+    """Random bytes for codes, and each scale byte in turn."""
     r, rng = case.recipe, np.random.default_rng(3)
     packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)
     scales = padded_shape(scale_shape(shape, r), case.layout)
-    amaxes = {"none": None, "tensor": (), "row": shape[:1], "block": scales}[r.tensor_scaling]
     return Quantized(
         packed,
         None if r.scale is None else np.resize(np.arange(256, dtype=np.uint8), scales),
-        *(None if amaxes is None else np.full(amaxes, amax, np.float32) for _ in range(2)),
+        scale,
+        amax,
         shape,
         case.dtype,
         1,
@@ -296,9 +320,10 @@ def random_codes(case: Dequantize, shape: tuple[int, int], amax: float) -> Quant
 
 
 @cache
-def expected_values(case: Dequantize, shape: tuple[int, int], amax: float, dtype: np.dtype) -> np.ndarray:
+def expected_values(case: Dequantize, shape: tuple[int, int], name: str, dtype: np.dtype) -> np.ndarray:
+    scale, amax = next((scale, amax) for found, scale, amax in case.tensors(shape) if found == name)
     with np.errstate(all="ignore"):
-        return fp4kit.dequantize(random_codes(case, shape, amax), dtype)
+        return fp4kit.dequantize(random_codes(case, shape, scale, amax), dtype)
 
 
 @dataclass(frozen=True)

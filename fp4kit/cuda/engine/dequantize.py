@@ -31,14 +31,12 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 
 
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
-    amax = q.tensor_amax
-    if amax is not None and not amax.flags.c_contiguous:
-        amax = amax.copy()
-    K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(amax, q.recipe)
+    tensor = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
+    K, apart = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)
     B = prod(moved.shape[:-2]) if moved.ndim > 2 and apart else 1
     packed, values = ready(q.packed).reshape(B, -1), moved.reshape(B, -1)
     scales = None if q.block_scale is None else ready(q.block_scale).reshape(B, -1)
     for i in range(B):
-        part = part_of(amax, q.recipe, i, (B, moved.size // B // K))
-        scale_part = None if scales is None else scales[i]
-        dequantize_matrix(packed[i], scale_part, q.recipe, q.scale_layout, part, q.dtype, values[i].reshape(-1, K))
+        scale, amax = (part_of(a, q.recipe, i, (B, moved.size // B // K)) for a in tensor)
+        arrays = (packed[i], None if scales is None else scales[i], q.recipe, q.scale_layout, scale, amax)
+        dequantize_matrix(*arrays, q.dtype, values[i].reshape(-1, K))

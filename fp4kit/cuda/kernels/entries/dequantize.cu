@@ -4,6 +4,7 @@
 // What limits it is the order in which the memory is asked. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21: 0.945 of a copy with
 // four runs a thread, 0.969 with two, those of a warp together, 0.982 with codes and scales fetched ahead.
 #include "block.cuh"
+#include "implied.cuh"
 #include "layout.cuh"
 #include "pack.cuh"
 
@@ -13,7 +14,8 @@ struct Arguments {
   const u8* packed;
   const u8* scales;          // in R's layout (null without)
   void* values;              // rows x columns of the output type
-  const float* tensor_amax;  // by R::kTensorScaling (null without)
+  const float* tensor_scale;  // by R::kTensorScaling (null without)
+  const float* tensor_amax;   // as many, where they are known (null where not)
   i64 rows, columns;
   i64 ahead;  // pieces of the codes from one that is read to one that is fetched into the L2
 };
@@ -51,7 +53,7 @@ FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
     float values[kRun];
     decode_values<typename R::Element>(codes, values);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], scale);
+    for (int i = 0; i < kRun; ++i) values[i] = stored_value<R>(values[i], scale);
     return narrow_run<Out>(values);
   }
 }
@@ -62,7 +64,7 @@ FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, float sc
   for (int i = 0; i < count; ++i) {
     const u32 byte = a.packed[(first + i) / Runs<R, Out>::kPerByte];
     const u32 code = Runs<R, Out>::kPerByte == 1 ? byte : byte >> (4 * ((first + i) % 2)) & 15u;
-    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
+    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(stored_value<R>(decode<typename R::Element>(code), scale));
   }
 }
 
@@ -87,6 +89,33 @@ FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {
     prefetch_l2<kScales>(a.scales + next * Way::kRun / R::kBlock);
 }
 
+// The tensor scale of all; each thread of the block calls it. What one search finds serves them all.
+template <class R, class Original>
+FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
+  bool is_known;
+  TensorScale t = known_tensor_scale<R, Original>(a.tensor_scale, a.tensor_amax, 0, is_known);
+  if constexpr (R::DecodeRule::kNeedsAmax) {
+    if (!is_known) {
+      __shared__ TensorScale found;
+      if (threadIdx.x == 0) found = implied_tensor_scale<R, Original>(t.decode);
+      __syncthreads();
+      t = found;
+    }
+  }
+  return t;
+}
+
+// The tensor scale of block `block` of row `row`, where each row or block has one.
+template <class R, class Original>
+FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block, u32 blocks) {
+  bool is_known;
+  const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
+  TensorScale t = known_tensor_scale<R, Original>(a.tensor_scale, a.tensor_amax, index, is_known);
+  if constexpr (R::DecodeRule::kNeedsAmax)
+    if (!is_known) t = implied_tensor_scale<R, Original>(t.decode);
+  return t;
+}
+
 // Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
 template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
@@ -98,9 +127,10 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
   const bool whole_stores = reinterpret_cast<u64>(a.values) % 16 == 0 && reinterpret_cast<u64>(a.packed) % Way::kBytes == 0;
   const bool even = whole_stores && (R::kHasBlocks || columns % kRun == 0 || Way::kFlat || a.rows == 1);
-  const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, Original>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
+  TensorScale whole_scale = {};
+  if constexpr (Way::kOneScale) whole_scale = tensor_scale_of_all<R, Original>(a);
   if constexpr (Way::kTable) {
-    table[threadIdx.x] = R::DecodeRule::template scale<R>(threadIdx.x, whole_scale);
+    table[threadIdx.x] = stored_scale<R>(threadIdx.x, whole_scale);
     __syncthreads();
   }
   const bool fetches = even && reinterpret_cast<u64>(a.packed) % 16 == 0 && reinterpret_cast<u64>(a.scales) % 16 == 0;
@@ -125,8 +155,9 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
     for (int k = 0; k < Way::kUnroll; ++k) {
       if (mine + 32 * k >= runs) break;
       const auto [row, block, column] = places[k];
-      const TensorScale t = Way::kOneScale ? whole_scale : tensor_scale_of<R, Original>(a.tensor_amax, row, block, blocks);
-      const float scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
+      TensorScale t = whole_scale;
+      if constexpr (!Way::kOneScale) t = tensor_scale_at<R, Original>(a, row, block, blocks);
+      const float scale = Way::kTable ? table[scale_codes[k]] : stored_scale<R>(scale_codes[k], t);
       const i64 first = row * columns + column;
       if (even && column + kRun <= columns) {
         const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);

@@ -1,0 +1,58 @@
+// Decode rules, as reference/dequantize.py names them: value * what the block's scales say.
+//   scale<R>(code, tensor)  of a block scale's code: what apply takes
+//   apply(value, scale)     the value of an element whose code means `value`
+//   apply_pair              the same for two bfloat16 values, under scales that are powers of two
+//   kNeedsAmax              whether a tensor's amax or encode scale is read, or its decode scale alone
+#pragma once
+
+#include "scale.cuh"
+
+struct decode_product {
+  static constexpr bool kNeedsAmax = false;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }  // E8M0: apply, bfloat16
+};
+struct decode_tensor {  // decode_product without block scales
+  static constexpr bool kNeedsAmax = false;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.decode; }
+  FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
+};
+struct decode_te : decode_product {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.amax * (1.0f / full_range<R>()); }
+};
+struct decode_compressed_tensors : decode_product {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
+};
+struct decode_e8m0_rule : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_e8m0(code); }
+};
+struct decode_e8m0_flashinfer_host : decode_e8m0_rule {
+  FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_product::apply_pair(Bfloat16::add_zero(values), scales); }
+};
+struct decode_e8m0_flashinfer_api : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code << 23); }
+};
+struct decode_e8m0_unbounded : decode_product {  // ldexp(value, code - 127), so that 255 is 2^128: half of it, and twice the value
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23); }
+  FP4KIT_DEVICE float apply(float value, float scale) { return 2.0f * value * scale; }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
+  }
+};
+struct decode_int_modelopt {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? -1.0f : t.encode; }  // no scale is negative
+  FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }
+};

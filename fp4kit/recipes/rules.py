@@ -1,0 +1,109 @@
+"""Names of the rules that recipes are made of, and what each rule takes. The functions of these names are in reference/.
+
+A recipe is checked against this module when it is made, before any function or kernel of a rule can be reached.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ROUNDINGS = ("rn", "rz", "rna", "rnz")
+SIGNS = ("signbit", "negative", "not_positive")
+AMAX_NANS = ("ignore", "propagate", "lanes")
+APPLIES = ("multiply", "divide")
+TENSOR_SCALINGS = ("none", "tensor", "row", "block")
+ERRORS = ("mae", "mse")
+
+
+class BlockRule(NamedTuple):
+    """What a block rule takes and gives.
+
+    scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements up to 6.
+    needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
+    too; None for either.
+    """
+
+    scale: str
+    apply: str = "multiply"
+    six: bool = False
+    needs_tensor: bool = False
+    flush: bool | None = False
+
+
+_POWER = BlockRule("E8M0", flush=None)
+BLOCK_RULES: dict[str, BlockRule] = {
+    "te": BlockRule("E4M3", six=True),
+    "flashinfer": BlockRule("E4M3", six=True, flush=True),
+    "flashinfer_precise": BlockRule("E4M3", six=True, flush=True),
+    "modelopt": BlockRule("E4M3", "divide"),
+    "modelopt_static": BlockRule("E4M3", "divide", needs_tensor=True),
+    "torchao": BlockRule("E4M3"),
+    "compressed_tensors": BlockRule("E4M3", "divide"),
+    "four_over_six": BlockRule("E4M3", six=True, needs_tensor=True, flush=None),
+    "e8m0_floor": _POWER,
+    "e8m0_ceil": _POWER,
+    "e8m0_even": _POWER,
+    "e8m0_rceil": _POWER,
+    "e8m0_te": _POWER,
+    "e8m0_te_reference": _POWER,
+    "e8m0_flashinfer_fp4": _POWER,
+    "e8m0_flashinfer_fp8": _POWER,
+    "e8m0_modelopt": _POWER,
+    "e8m0_compressed_tensors": _POWER,
+}
+
+# What a tensor scale stands over: "E4M3" block scales; none, with "float" or "integer" elements.
+TENSOR_RULES: dict[str, str] = {
+    "te": "E4M3",
+    "te_reference": "E4M3",
+    "te_primary_weight": "E4M3",
+    "flashinfer": "E4M3",
+    "divided": "E4M3",
+    "compressed_tensors": "E4M3",
+    "fp8_modelopt": "float",
+    "int_modelopt": "integer",
+    "int4_qat": "integer",
+}
+
+
+class DecodeRule(NamedTuple):
+    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode."""
+
+    scales: tuple[str | None, ...]
+    needs_amax: bool = False
+
+
+_POWERS = DecodeRule(("E8M0",))
+DECODE_RULES: dict[str, DecodeRule] = {
+    "product": DecodeRule(("E4M3", None)),
+    "te": DecodeRule(("E4M3",), needs_amax=True),
+    "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
+    "int_modelopt": DecodeRule((None,), needs_amax=True),
+    "e8m0": _POWERS,
+    "e8m0_flashinfer_host": _POWERS,
+    "e8m0_flashinfer_api": _POWERS,
+    "e8m0_unbounded": _POWERS,
+}
+
+
+class FakeRule(NamedTuple):
+    """What a fake rule takes: the format of block scales by name (None: no block scales), six: elements of at most 6."""
+
+    scale: str | None
+    six: bool = False
+    reads_scale_max: bool = False
+
+
+_NVFP4, _MX, _INTEGER = FakeRule("E4M3", six=True), FakeRule("E8M0"), FakeRule(None)
+FAKE_RULES: dict[str, FakeRule] = {
+    "nvfp4_modelopt_triton": _NVFP4,
+    "nvfp4_modelopt_static": FakeRule("E4M3", six=True, reads_scale_max=True),
+    "nvfp4_modelopt_cuda": _NVFP4,
+    "mx_modelopt": _MX,
+    "int_modelopt": _INTEGER,
+    "int4_qat": _INTEGER,
+    "microxcaling_nearest": _MX,
+    "microxcaling_nearest_flush": _MX,
+    "microxcaling_even": _MX,
+    "microxcaling_floor": _MX,
+}

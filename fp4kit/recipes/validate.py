@@ -1,0 +1,233 @@
+"""What a Recipe must be to be one: each field by itself, then every pair of fields that a rule ties together.
+
+A combination is either defined by the specification or refused here; nothing behind a Recipe checks it again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
+from fp4kit.recipes import rules
+
+_TEXTS = ("source", "exact")
+_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "static", "narrow", "fake_only")
+_CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
+    "tensor_scaling": (rules.TENSOR_SCALINGS, False),
+    "tensor_rule": (rules.TENSOR_RULES, True),
+    "block_rule": (rules.BLOCK_RULES, True),
+    "decode_rule": (rules.DECODE_RULES, False),
+    "fake_rule": (rules.FAKE_RULES, True),
+    "apply": (rules.APPLIES, False),
+    "rounding": (rules.ROUNDINGS, False),
+    "sign": (rules.SIGNS, False),
+    "amax_nan": (rules.AMAX_NANS, False),
+    "four_over_six": (rules.ERRORS, True),
+}
+
+
+def check_recipe(r: Any) -> None:
+    """Raise TypeError for a field of r, a Recipe, of the wrong type, ValueError for a value or a pair that makes no recipe."""
+    _check_types(r)
+    _check_element(r)
+    _check_block(r)
+    _check_block_rule(r)
+    _check_tensor_rule(r)
+    _check_decode_rule(r)
+    _check_four_over_six(r)
+    _check_fake_rule(r)
+    _check_options(r)
+
+
+def as_block(id: object, block: Any) -> tuple[int, int] | None:
+    """block as a pair of ints. Raises TypeError for anything but None or two integers, ValueError for one below 1."""
+    if block is None:
+        return None
+    try:
+        if isinstance(block, (str, bytes)) or any(isinstance(n, bool) for n in block):
+            raise TypeError
+        pair = tuple(operator.index(n) for n in block)
+    except TypeError:
+        raise TypeError(f"Recipe {id}: block is {block!r}; needs (rows, columns), two positive ints, or None") from None
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"Recipe {id}: block is {block!r}; needs (rows, columns), two positive ints, or None")
+    return pair
+
+
+def as_integer(id: object, name: str, value: Any) -> int:
+    """value as an int. Raises TypeError for anything but an integer."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"Recipe {id}: {name} is {value!r}; needs an int")
+
+
+def _refuse(r: Any, field: str, needed: str) -> NoReturn:
+    raise ValueError(f"Recipe {r.id}: {field} is {getattr(r, field)!r}; {needed}")
+
+
+def _check_types(r: Any) -> None:
+    if not isinstance(r.id, str):
+        raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
+    if not r.id:
+        raise ValueError("Recipe: id is ''; needs a name, such as 'nvfp4-te'")
+    for name in _TEXTS:
+        if not isinstance(getattr(r, name), str):
+            raise TypeError(f"Recipe {r.id}: {name} is {getattr(r, name)!r}; needs a str")
+    for name in _FLAGS:
+        if not isinstance(getattr(r, name), bool):
+            raise TypeError(f"Recipe {r.id}: {name} is {getattr(r, name)!r}; needs True or False")
+    for name, (choices, may_be_none) in _CHOICES.items():
+        value = getattr(r, name)
+        if not ((isinstance(value, str) and value in choices) or (value is None and may_be_none)):
+            _refuse(r, name, f"needs one of {', '.join(choices)}" + ", or None" * may_be_none)
+
+
+def _check_element(r: Any) -> None:
+    if not isinstance(r.element, ElementFormat):
+        raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
+    if r.scale is not None and not isinstance(r.scale, ElementFormat):
+        raise TypeError(f"Recipe {r.id}: scale is {r.scale!r}; needs fp4kit.formats.E4M3, E8M0, or None")
+    if not r.element.signed or not r.element.has_zero:
+        _refuse(r, "element", "needs a format with a sign and a zero")
+    if r.scale not in (None, E4M3, E8M0):
+        _refuse(r, "scale", "needs E4M3 or E8M0, which the rules write, or None")
+    if r.scale is not None and r.element.name == r.scale.name and r.element != r.scale:
+        _refuse(r, "element", f"needs another name: {r.scale.name} is the scale's format, which has other fields")
+    if r.nan_code is not None and not 0 <= r.nan_code < 2**r.element.bits:
+        _refuse(r, "nan_code", f"needs a code of {r.element}, 0 to {2**r.element.bits - 1}, or None")
+
+
+def _check_block(r: Any) -> None:
+    if r.block is None:
+        if r.tensor_scaling == "block":
+            _refuse(r, "tensor_scaling", "needs block, (rows, columns); block is None")
+        return
+    rows, columns = r.block
+    if r.block_rule is None and r.tensor_scaling != "block":
+        _refuse(r, "block", "needs block_rule or tensor_scaling 'block', for a scale of its own; else None")
+    if r.is_packed and columns % 2:
+        _refuse(r, "block", f"needs an even number of columns, since two codes of {r.element} share a byte")
+    if r.amax_nan == "lanes" and columns % 2:
+        _refuse(r, "block", "needs an even number of columns, as amax_nan 'lanes' tells even elements from odd ones")
+    if rows > 1 and r.tensor_scaling in ("row", "block"):
+        _refuse(r, "block", f"needs blocks of one row with tensor_scaling {r.tensor_scaling!r}, of which each row has its own")
+
+
+def _check_block_rule(r: Any) -> None:
+    if r.block_rule is None:
+        if r.scale is not None:
+            _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
+        return
+    rule = rules.BLOCK_RULES[r.block_rule]
+    if r.scale is None or r.scale.name != rule.scale:
+        _refuse(r, "scale", f"block_rule {r.block_rule!r} writes {rule.scale}")
+    if r.block is None:
+        _refuse(r, "block", f"block_rule {r.block_rule!r} needs (rows, columns)")
+    if r.element.is_integer:
+        _refuse(r, "element", f"block_rule {r.block_rule!r} needs floats")
+    if rule.six and r.element.max != E2M1.max:
+        _refuse(r, "element", f"block_rule {r.block_rule!r} is for elements up to {E2M1.max:g}, such as E2M1")
+    if r.apply != rule.apply:
+        _refuse(r, "apply", f"block_rule {r.block_rule!r} gives a factor to {rule.apply} with")
+    if rule.flush is not None and r.flush != rule.flush:
+        _refuse(r, "flush", f"block_rule {r.block_rule!r} needs {rule.flush}")
+    if rule.needs_tensor and r.tensor_scaling not in ("tensor", "row"):
+        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} needs 'tensor' or 'row': it reads the tensor's amax")
+    if r.tensor_scaling == "block":
+        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'")
+
+
+def _check_tensor_rule(r: Any) -> None:
+    if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
+        _refuse(r, "tensor_rule", f"tensor_scaling is {r.tensor_scaling!r}; needs a rule and what it covers, or None and 'none'")
+    if r.tensor_rule is None:
+        if r.scale is None:
+            _refuse(r, "tensor_rule", "scale is None too; needs a tensor scale, block scales, or both")
+        if r.scale_max != 448:
+            _refuse(r, "scale_max", "needs 448 without a tensor_rule, which alone reads it")
+        return
+    over = rules.TENSOR_RULES[r.tensor_rule]
+    if over == "E4M3":
+        if r.scale is None or r.scale.name != over:
+            _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs block scales of E4M3 under it")
+        if not (0 < r.scale_max <= E4M3.max and r.scale_max in E4M3.values):
+            _refuse(r, "scale_max", "needs a positive value of E4M3, at most 448")
+        return
+    if r.scale is not None:
+        _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs None: it covers elements alone")
+    if r.element.is_integer != (over == "integer"):
+        _refuse(r, "element", f"tensor_rule {r.tensor_rule!r} needs {over} elements")
+    if r.scale_max != 448:
+        _refuse(r, "scale_max", "needs 448 without block scales, of which it is the largest")
+
+
+def _check_decode_rule(r: Any) -> None:
+    rule = rules.DECODE_RULES[r.decode_rule]
+    if (r.scale and r.scale.name) not in rule.scales:
+        _refuse(r, "decode_rule", f"scale is {r.scale}; this rule reads {' or '.join(map(str, rule.scales))}")
+    if rule.needs_amax and r.tensor_rule is None:
+        _refuse(r, "decode_rule", "needs a tensor_rule, whose amax it decodes with")
+
+
+def _check_four_over_six(r: Any) -> None:
+    if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
+        _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs 'mae' or 'mse' with 'four_over_six', else None")
+    if r.four_over_six is None:
+        if r.fast_error:
+            _refuse(r, "fast_error", "needs four_over_six")
+        return
+    if r.element != E2M1:
+        _refuse(r, "element", "four_over_six needs E2M1")
+    if r.block_rows & (r.block_rows - 1):
+        _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
+    if r.fast_error and r.flush:
+        _refuse(r, "fast_error", "is not defined with flush")
+    _need_plain(r, "four_over_six", ("static",))
+
+
+def _check_fake_rule(r: Any) -> None:
+    if r.fake_rule is None:
+        if r.fake_only:
+            _refuse(r, "fake_only", "needs a fake_rule, which makes the values")
+        return
+    rule = rules.FAKE_RULES[r.fake_rule]
+    if (r.scale and r.scale.name) != rule.scale:
+        _refuse(r, "fake_rule", f"scale is {r.scale}; this rule needs {rule.scale}")
+    if r.element.is_integer != (rule.scale is None):
+        _refuse(r, "fake_rule", f"element is {r.element}; this rule needs {'integers' if rule.scale is None else 'floats'}")
+    if rule.six and r.element != E2M1:
+        _refuse(r, "fake_rule", f"element is {r.element}; this rule needs E2M1")
+    if rule.scale == "E4M3" and r.tensor_rule is None:
+        _refuse(r, "fake_rule", "tensor_rule is None; this rule needs a tensor scale")
+    if rule.scale == "E4M3" and r.scale_max != 448 and not rule.reads_scale_max:
+        _refuse(r, "scale_max", f"fake_rule {r.fake_rule!r} has 448 in its formula")
+    if r.block_rows > 1 or r.four_over_six:
+        _refuse(r, "fake_rule", "needs blocks of one row, with one scale each")
+    _need_plain(r, f"fake_rule {r.fake_rule!r}", ("flush",))
+
+
+def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
+    """Fields that a rule's own arithmetic would leave without a meaning."""
+    if r.rounding != "rn":
+        _refuse(r, "rounding", f"{rule} rounds to nearest, 'rn'")
+    for name in (*flags, "round_scaled", "nan_is_max"):
+        if getattr(r, name):
+            _refuse(r, name, f"has no meaning with {rule}; needs False")
+
+
+def _check_options(r: Any) -> None:
+    if r.element.is_integer and r.sign != "signbit":
+        _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
+    if r.narrow and not r.element.is_integer:
+        _refuse(r, "narrow", f"element is {r.element}; needs an integer, whose range has one more value below")
+    if r.static and r.scale is None:
+        _refuse(r, "static", "needs block scales, whose amaxes are calibrated; scale is None")
+    if r.flush and r.block_rule is None:
+        _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
+    if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
+        _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
