@@ -13,7 +13,6 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
-from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call, Options, quantize_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
@@ -116,14 +115,13 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     """Arrays for codes and linear block scales: those of out where they can be written directly, else new ones."""
-    new = empty_quantized(call._replace(layout="linear"), None, np.empty, lambda shape, layout: np.empty(shape, np.uint8))
-    if call.out is None:
-        return new.packed, new.block_scale
-    packed = call.out.packed if call.out.packed.flags.c_contiguous else new.packed
-    if new.block_scale is None:
+    out, shape, r = call.out, call.moved.shape, call.recipe
+    direct = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and direct else np.empty(packed_shape(shape, r), np.uint8)
+    if r.scale is None:
         return packed, None
-    direct = call.layout == "linear" and call.out.block_scale.flags.c_contiguous
-    return packed, call.out.block_scale if direct else new.block_scale
+    direct = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
+    return packed, out.block_scale if out is not None and direct else np.empty(scale_shape(shape, r), np.uint8)
 
 
 def _quantize_matrices(call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None) -> None:
