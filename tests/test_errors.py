@@ -501,14 +501,6 @@ def test_a_quantized_is_whole_blocks():
         quantized(shape=(4, 40), packed=np.zeros((4, 20), np.uint8), block_scale=np.zeros((4, 1), np.uint8))()
 
 
-@pytest.mark.parametrize("amax", [None, np.ones(7, np.float32)], ids=["None", "shape"])
-def test_dequantize_needs_the_tensor_amax(amax):
-    """Without it the tensor scale would be left out."""
-    q = fp4kit.quantize(X, "nvfp4-te")
-    with pytest.raises(ValueError, match="tensor_amax"):
-        fp4kit.dequantize(replace(q, tensor_amax=amax))
-
-
 FAILING_WITH_OUT = {
     "tensor_scale": {"tensor_scale": np.zeros(2, np.float32)},
     "tensor_amax": {"tensor_amax": None},

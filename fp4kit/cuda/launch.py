@@ -20,11 +20,13 @@ from fp4kit.cuda.ways import KEPT, MOST_RUNS, VALUE_RUNS, Way, Work, value_block
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
 
 _DEQUANTIZE = np.dtype(
     [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
     + [(n, "i8") for n in ("rows", "columns", "ahead")]
 )
+_IMPLIED = np.dtype([(n, "u8") for n in ("tensor_scale", "tensor_amax", "amax")] + [("count", "i8")])
 AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")])
 
 
@@ -104,10 +106,26 @@ def dequantize_launch(r: Recipe, layout: str, original: np.dtype, dtype: np.dtyp
     return Launch(function, blocks, _DEQUANTIZE, rows, columns, resident(device))
 
 
+@cache
+def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
+    return loader.function(instantiation("implied", recipe_struct(r), Input=TYPES[original]), "implied_kernel", device)
+
+
+def _implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
+    """The amaxes of many tensor scales, as reference.implied finds them: float32, one a scale."""
+    device, count = tensor_scale.device.id, tensor_scale.size
+    found = interop.cupy().empty(count, np.float32)
+    launch = Launch(_implied_function(r, original, device), grid(-(-count // THREADS), device), _IMPLIED, count)
+    launch(*map(address, (tensor_scale, amax, found)))
+    return found
+
+
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
     """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if unknown."""
+    if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
+        amax = _implied_amaxes(tensor_scale, amax, r, original)
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
     launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 

@@ -15,7 +15,7 @@ struct Arguments {
   const u8* scales;          // in R's layout (null without)
   void* values;              // rows x columns of the output type
   const float* tensor_scale;  // by R::kTensorScaling (null without)
-  const float* tensor_amax;   // as many, where they are known (null where not)
+  const float* tensor_amax;   // as many, where they are known (null where not); one a row or block: of implied_kernel
   i64 rows, columns;
   i64 ahead;  // pieces of the codes from one that is read to one that is fetched into the L2
 };
@@ -53,18 +53,24 @@ FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
     float values[kRun];
     decode_values<typename R::Element>(codes, values);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = stored_value<R>(values[i], scale);
+    for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], scale);
     return narrow_run<Out>(values);
   }
+}
+
+// The code of element `at`.
+template <class R, class Out>
+FP4KIT_DEVICE u32 code_at(const Arguments& a, i64 at) {
+  const u32 byte = a.packed[at / Runs<R, Out>::kPerByte];
+  return Runs<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (at % 2)) & 15u;
 }
 
 // One element at a time, for the end of a row.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, float scale) {
   for (int i = 0; i < count; ++i) {
-    const u32 byte = a.packed[(first + i) / Runs<R, Out>::kPerByte];
-    const u32 code = Runs<R, Out>::kPerByte == 1 ? byte : byte >> (4 * ((first + i) % 2)) & 15u;
-    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(stored_value<R>(decode<typename R::Element>(code), scale));
+    const u32 code = code_at<R, Out>(a, first + i);
+    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
   }
 }
 
@@ -105,15 +111,23 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
   return t;
 }
 
-// The tensor scale of block `block` of row `row`, where each row or block has one.
+// The tensor scale of block `block` of row `row`, where each row or block has one. A rule that needs amaxes finds them all in
+// tensor_amax, kUnknownAmax among them: implied_kernel wrote them.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block, u32 blocks) {
-  bool is_known;
-  const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
-  TensorScale t = known_tensor_scale<R, Original>(a.tensor_scale, a.tensor_amax, index, is_known);
-  if constexpr (R::DecodeRule::kNeedsAmax)
-    if (!is_known) t = implied_tensor_scale<R, Original>(t.decode);
-  return t;
+  if constexpr (R::DecodeRule::kNeedsAmax) return tensor_scale_of<R, Original>(a.tensor_amax, row, block, blocks);
+  return {1.0f, a.tensor_scale[R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block], 1.0f};
+}
+
+// Values of a run under a tensor scale that no amax gives, one element at a time.
+template <class R, class Out>
+FP4KIT_DEVICE void decode_product_run(const Arguments& a, i64 first, int count, u32 scale_code, i64 index) {
+  const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    const float value = decode<typename R::Element>(code_at<R, Out>(a, first + i));
+    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(stored_value<R>(value, scale_code, t));
+  }
 }
 
 // Original: type of the array that was quantized, which some tensor rules round to. Out: type of the values.
@@ -157,7 +171,13 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
       const auto [row, block, column] = places[k];
       TensorScale t = whole_scale;
       if constexpr (!Way::kOneScale) t = tensor_scale_at<R, Original>(a, row, block, blocks);
-      const float scale = Way::kTable ? table[scale_codes[k]] : stored_scale<R>(scale_codes[k], t);
+      if (R::DecodeRule::kNeedsAmax && !Way::kTable && t.amax < 0.0f) {
+        const i64 index = Way::kOneScale ? 0 : R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
+        const int count = static_cast<int>(minimum<i64>(kRun, columns - column));
+        decode_product_run<R, Out>(a, row * columns + column, count, scale_codes[k], index);
+        continue;
+      }
+      const float scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
       const i64 first = row * columns + column;
       if (even && column + kRun <= columns) {
         const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);
@@ -169,6 +189,10 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) dequantize_kernel(Arguments a) {
+// Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual one; 0: any.
+template <class R>
+constexpr int kHeld = R::DecodeRule::kNeedsAmax && !R::kHasScales ? 6 : 0;
+
+extern "C" __global__ void __launch_bounds__(kThreads, kHeld<R>) dequantize_kernel(Arguments a) {
   dequantize<R, Input, Output>(a, whole_grid());
 }

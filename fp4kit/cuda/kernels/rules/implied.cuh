@@ -24,6 +24,7 @@ FP4KIT_DEVICE int order_of(u32 bits, float scale) {
 template <class R, class In>
 FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int least, float scale) {
   ++high;
+#pragma unroll 1
   while (low < high) {
     const u32 middle = low + (high - low) / 2;
     if (order_of<R, In>(middle, scale) >= least) {
@@ -40,6 +41,7 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int least, float scale) {
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
+#pragma unroll 1
   for (u32 steps = kNear;; steps = kFar) {
     const u32 low = center > steps ? center - steps : 1u, high = minimum(center + steps, kLargestBits);
     const u32 first = first_amax<R, In>(low, high, 0, scale), last = first_amax<R, In>(low, high, 1, scale) - 1u;
@@ -57,6 +59,7 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;
   if (scale > 0.0f && is_finite(scale)) amax = amax_near<R, In>(scale);
   const float specials[] = {0.0f, float_of(kInfinityBits), nan_value()};
+#pragma unroll 1
   for (int i = 0; i < 3 && amax == kUnknownAmax; ++i)
     if (same_scale(R::TensorRule::template scale<R, In>(specials[i]).decode, scale)) amax = specials[i];
   return amax;
@@ -83,21 +86,18 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// What R's decode rule makes of a block scale's code, and of a value and that: its own, or under an unknown amax a product.
+// What R's decode rule makes of a block scale's code, or under an unknown amax decode_product; the rule's apply fits both where R has
+// block scales.
 template <class R>
 FP4KIT_DEVICE float stored_scale(u32 code, TensorScale t) {
-  if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales) {
+  if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
     if (t.amax < 0.0f) return decode_product::scale<R>(code, t);
-  } else if constexpr (R::DecodeRule::kNeedsAmax) {
-    if (t.amax < 0.0f) return -t.decode;  // a divisor is positive, or -1 under an amax of 0: 1 is the scale of an amax
-  }
   return R::DecodeRule::template scale<R>(code, t);
 }
 
+// What an element whose code means `value` is worth under a block scale's code.
 template <class R>
-FP4KIT_DEVICE float stored_value(float value, float scale) {
-  if constexpr (R::DecodeRule::kNeedsAmax && !R::kHasScales) {
-    if (scale < 0.0f && scale != -1.0f) return value * -scale;
-  }
-  return R::DecodeRule::apply(value, scale);
+FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
+  if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;
+  return R::DecodeRule::apply(value, stored_scale<R>(code, t));
 }

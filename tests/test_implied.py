@@ -1,0 +1,191 @@
+"""A tensor scale without its amax: the amax that it implies, and every function that takes a Quantized without one."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import BF16, NAMES, ORDINARY, codes_of
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E4M3
+from fp4kit.recipes import RECIPES
+from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.reference.codec import decode
+from fp4kit.reference.implied import FAR, NEAR, UNKNOWN, amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.scaling import tensor_scale
+
+F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
+WITH_TENSOR = [name for name in NAMES if RECIPES[name].tensor_rule]
+BY_RULE = {(r.tensor_rule, float(covered_range(r))): r for r in (RECIPES[name] for name in WITH_TENSOR)}
+DTYPES = {True: (F32, F16, BF16), False: (F32,)}  # by whether the rule rounds to them
+CASES = [(r, dtype) for r in BY_RULE.values() for dtype in DTYPES[r.tensor_rule == "compressed_tensors"]]
+cases = pytest.mark.parametrize(("r", "dtype"), CASES, ids=[f"{r.id}-{dtype}" for r, dtype in CASES])
+EVERY_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)  # 0 to inf, and a NaN
+EVERY_F16 = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float32)
+RANDOM = np.random.default_rng(2).integers(0, 0x7F800001, 100_000).astype(np.int32).view(np.float32)
+AMAXES = {"bfloat16": EVERY_BF16, "float16": EVERY_F16, "float32": RANDOM}
+
+
+def decode_scale(amax, r, dtype=F32):
+    return np.asarray(tensor_scale(np.asarray(amax, np.float32), r, dtype).decode, np.float32)
+
+
+def significant(amax):
+    """Significant bits of positive float32."""
+    bits = amax.view(np.int32) & 0x7FFFFF | np.where(amax < 2.0**-126, 0, 1 << 23)
+    return 24 - np.log2(bits & -bits).astype(int) - np.where(amax < 2.0**-126, 23 - np.log2(np.maximum(bits, 1)).astype(int), 0)
+
+
+@cases
+@pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
+def test_one_is_found_wherever_one_is(r, dtype, amaxes):
+    """Every bfloat16, every float16, and random float32 from subnormal to inf: what is found gives the scale, in every bit."""
+    scale = decode_scale(amaxes, r, dtype)
+    found = implied_amax(scale, r, dtype)
+    assert found.dtype == np.float32 and found.shape == scale.shape
+    assert not np.any(found == UNKNOWN)
+    assert np.all(same_scale(decode_scale(found, r, dtype), scale))
+
+
+@cases
+def test_it_is_the_roundest(r, dtype):
+    """Of all amaxes within FAR steps of scale * covered_range, tried one by one in the middle, none has fewer bits."""
+    amaxes = np.concatenate([RANDOM[:40], EVERY_BF16[5000:25000:997]])
+    scale = decode_scale(amaxes, r, dtype)
+    found = implied_amax(scale, r, dtype)
+    usual = (scale > 0) & np.isfinite(scale) & (found > 0) & np.isfinite(found)
+    center = np.minimum(scale * covered_range(r), np.finfo(np.float32).max)[usual].view(np.int32).astype(np.int64)
+    offsets = np.arange(-(1 << 12), 1 << 12)
+    near = np.clip(center[:, None] + offsets, 1, 0x7F7FFFFF).astype(np.int32).view(np.float32)
+    gives = decode_scale(near, r, dtype) == scale[usual][:, None]
+    fewest = np.where(gives, significant(near), 99).min(axis=1)
+    assert np.all(significant(found[usual]) <= fewest)
+
+
+@cases
+def test_the_interval_is_all_of_them(r, dtype):
+    """Its ends give the scale and their neighbours do not, within FAR steps; the short search finds no other interval."""
+    scale = decode_scale(np.exp2(np.random.default_rng(3).uniform(-12, 12, 2000)), r, dtype)
+    scale = scale[(scale > 0) & np.isfinite(scale)]
+    first, last = amax_interval(scale, r, dtype)
+    some = first <= last
+    floats = lambda bits: bits.astype(np.int32).view(np.float32)  # noqa: E731
+    for bits in (first, last, (first + last) // 2):
+        assert np.all(same_scale(decode_scale(floats(bits), r, dtype), scale)[some])
+    center = (scale * covered_range(r)).view(np.int32)
+    inner = some & (first > center - FAR) & (last < center + FAR)
+    for bits in (first - 1, last + 1):
+        assert not np.any(same_scale(decode_scale(floats(bits), r, dtype), scale)[inner])
+    if dtype == F32:
+        assert np.all((last < center + NEAR) & (first > center - NEAR) | (r.tensor_rule == "int4_qat"))
+
+
+@pytest.mark.parametrize("name", WITH_TENSOR)
+def test_bfloat16_amaxes_come_back(name):
+    """All 128 significands at several exponents: the amax itself, where no other bfloat16 gives the same scale."""
+    r = RECIPES[name]
+    amax = ((1 + np.arange(128) / 128) * np.exp2(np.arange(-12, 30, 3))[:, None]).astype(np.float32)
+    assert_same_bits(implied_amax(decode_scale(amax, r), r, F32), amax)
+
+
+def test_scales_that_no_amax_gives():
+    r = RECIPES["int8-modelopt"]
+    scale = np.random.default_rng(4).uniform(1e-3, 1, 20_000).astype(np.float32)
+    found = implied_amax(scale, r, F32)
+    unknown = found == UNKNOWN
+    assert 100 < np.count_nonzero(unknown) < 1000
+    near = (scale * covered_range(r)).view(np.int32)[:, None] + np.arange(-100, 100)
+    gives = decode_scale(near.astype(np.int32).view(np.float32), r) == scale[:, None]
+    assert np.array_equal(gives.any(axis=1), ~unknown)
+
+
+def without(q):
+    return replace(q, tensor_amax=None)
+
+
+@pytest.mark.parametrize("name", WITH_TENSOR)
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+def test_decoding_needs_no_amax(name, dtype):
+    """Of bfloat16 amaxes, as those of bfloat16 data are: the same values in every bit."""
+    x = ORDINARY.astype(BF16).astype(dtype)
+    q = fp4kit.quantize(x, name)
+    assert_same_bits(fp4kit.dequantize(without(q)), fp4kit.dequantize(q))
+
+
+@pytest.mark.parametrize("name", WITH_TENSOR)
+def test_the_tensor_scale_is_the_truth(name):
+    """An amax that does not give the scale changes nothing; another scale does."""
+    q = fp4kit.quantize(ORDINARY.astype(BF16), name)
+    wrong = replace(q, tensor_amax=q.tensor_amax * np.float32(3))
+    assert_same_bits(fp4kit.dequantize(wrong, F32), fp4kit.dequantize(without(q), F32))
+    double = replace(q, tensor_scale=q.tensor_scale * np.float32(2))
+    assert_same_bits(fp4kit.dequantize(double, F32), 2 * fp4kit.dequantize(without(q), F32))
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_TENSOR if DECODE_RULES[RECIPES[name].decode_rule].needs_amax])
+def test_scales_of_anywhere_decode_as_a_product(name):
+    """decode(code) * (block_scale * tensor_scale) where no amax gives the scale, beside rows and blocks where one does."""
+    r = RECIPES[name]
+    q = without(fp4kit.quantize(ORDINARY, name))
+    rng = np.random.default_rng(5)
+    for scale in (np.asarray(rng.uniform(1e-3, 1, q.tensor_scale.shape), np.float32) for _ in range(20)):
+        found = implied_amax(scale, r, F32)
+        values = decode(codes_of(q), r.element).reshape(128, -1, r.block_size if r.block else 128)
+        by_element = {"tensor": scale, "row": scale.reshape(-1, 1)}.get(r.tensor_scaling, scale)
+        factors = by_element[..., None] if q.block_scale is None else (decode(q.block_scale, E4M3) * by_element)[..., None]
+        product = (values * factors).reshape(128, 128)
+        ours = fp4kit.dequantize(replace(q, tensor_scale=scale))
+        unknown = np.broadcast_to(np.reshape(found == UNKNOWN, by_element.shape)[..., None], values.shape).reshape(128, 128)
+        assert_same_bits(ours[unknown], product[unknown])
+        # Six roundings of TE (encode and decode scale, 1 / range, three products), two of the product.
+        assert np.all(np.abs(ours - product) <= 8 * 2.0**-24 * np.abs(product))
+
+
+@pytest.mark.parametrize("name", WITH_TENSOR)
+def test_every_function_takes_it(name):
+    x = ORDINARY.astype(BF16)
+    q = fp4kit.quantize(x, name)
+    bare, target = without(q), "nvfp4-modelopt"
+    assert fp4kit.compare(bare, q) and fp4kit.compare(q, bare).tensor_scales == (0, q.tensor_scale.size)
+    a, b = fp4kit.requantize(bare, target), fp4kit.requantize(q, target)
+    assert_same_bits(a.quantized, b.quantized)
+    assert (a.exact, a.changed) == (b.exact, b.changed)
+    if q.block_scale is not None:
+        assert_same_bits(fp4kit.unswizzle(fp4kit.swizzle(bare, "swizzled_8x4")), bare)
+    if RECIPES[name].block_rows > 1:
+        turned = fp4kit.transpose(bare)
+        assert turned.tensor_amax is None
+        assert_same_bits(fp4kit.dequantize(turned), fp4kit.dequantize(q))
+    assert name in fp4kit.identify(bare, x).exact
+
+
+def under(name, amax, x):
+    """x quantized by a recipe under one amax, which is forgotten."""
+    r = RECIPES[name]
+    shape = {"row": x.shape[:1], "block": (len(x), x.shape[1] // r.block_size)}.get(r.tensor_scaling, ())
+    return without(fp4kit.quantize(x, name, tensor_amax=np.full(shape, amax, np.float32)))
+
+
+def test_identify_finds_every_bfloat16_amax():
+    x = ORDINARY[:4, :64].astype(BF16)
+    for amax in (1 + np.arange(128) / 128) * 2.0**-5:
+        assert "nvfp4-te" in fp4kit.identify(under("nvfp4-te", amax, x), x).exact
+
+
+@pytest.mark.parametrize("name", WITH_TENSOR)
+def test_identify_finds_amaxes_that_are_not_of_x(name):
+    """bfloat16 ones at several exponents, and float32 ones, of which several may give the scale."""
+    x = ORDINARY[:16].astype(BF16)
+    for amax in (*(np.float32([1.0, 1.4140625, 1.9921875]) * np.float32([[64], [3000]])).flat, 77.123456, 1234.5677):
+        assert name in fp4kit.identify(under(name, amax, x), x).exact, amax
+
+
+def test_identify_takes_each_recipe_s_own_amax():
+    """An amax that is not the one of the scale is as good as none."""
+    x = ORDINARY.astype(BF16)
+    q = fp4kit.quantize(x, "nvfp4-torchao")
+    assert fp4kit.identify(replace(q, tensor_amax=np.float32(1e-3)), x).matches == fp4kit.identify(without(q), x).matches
+    experts = fp4kit.quantize(np.stack([x, x]), "nvfp4-te", tensor_amax=[100.0, 1.5])
+    assert "nvfp4-te" in fp4kit.identify(without(experts), np.stack([x, x])).exact

@@ -1,0 +1,189 @@
+"""Quantized is checked when it is made: every part's kind, dtype and shape, on the host values too."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import NAMES, ORDINARY
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES
+
+F32 = np.float32
+
+
+FIELDS = ("packed", "block_scale", "tensor_scale", "tensor_amax", "shape", "dtype", "axis", "recipe")
+
+
+def parts(name="nvfp4-te", rows=4, **changes):
+    """Arguments of a Quantized of (rows, 64) zeros, changed."""
+    q = fp4kit.quantize(np.zeros((rows, 64), F32), name)
+    return {field: getattr(q, field) for field in FIELDS} | changes
+
+
+class Device:
+    """What Quantized looks at of a CuPy array."""
+
+    def __init__(self, shape, dtype, device=0):
+        self.shape, self.dtype, self.data = shape, np.dtype(dtype), SimpleNamespace(device_id=device)
+
+    def __getattr__(self, name):
+        raise AssertionError(f"{name} of a device array was read")
+
+
+Device.__module__ = "cupy"
+
+
+def on_device(**changes):
+    device = {"packed": Device((4, 32), np.uint8), "block_scale": Device((4, 4), np.uint8)}
+    return parts(**device | {"tensor_scale": Device((), F32), "tensor_amax": Device((), F32)} | changes)
+
+
+V, T = ValueError, TypeError
+WRONG = {  # arguments, the error, what it says
+    "recipe": (parts(recipe=None), T, "recipe: got NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
+    "id": (parts(recipe="nvfp4-tee"), V, "recipe: no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
+    "int32": (parts(dtype=np.int32), T, "Quantized: dtype is int32; needs float32, float16 or bfloat16, the dtype of x"),
+    "byte order": (parts(dtype=">f4"), T, "Quantized: dtype is >f4; needs float32, float16 or bfloat16, the dtype of x"),
+    "shape of floats": (parts(shape=(4.0, 64)), T, "Quantized: shape is (4.0, 64); needs a tuple of ints, the shape of x"),
+    "shape as a number": (parts(shape=4), T, "Quantized: shape is 4; needs a tuple of ints, the shape of x"),
+    "negative shape": (parts(shape=(-4, 64)), V, "Quantized: shape is (-4, 64); needs lengths >= 0"),
+    "0-d": (parts(shape=()), V, "Quantized: axis 1 of a 0-d array; needs 0 to -1"),
+    "axis": (parts(axis=-3), V, "Quantized: axis -3 of a 2-d array; needs -2 to 1"),
+    "axis of floats": (parts(axis=1.0), T, "'float' object cannot be interpreted as an integer"),
+    "swizzled row": (
+        parts(shape=(64,), axis=0, scale_layout="swizzled_8x4"), V,
+        "Quantized: scale_layout is 'swizzled_8x4' of a 1-d array; needs the rows of a matrix, or 'linear'",
+    ),
+    "packed as a list": (parts(packed=[1]), T, "Quantized: packed is a builtins.list; needs a NumPy or CuPy array"),
+    "no codes": (parts(packed=None), V, "Quantized: packed is None; nvfp4-te of (4, 64) needs uint8 (4, 32)"),
+    "scales that are none": (
+        parts("fp8-modelopt", block_scale=np.zeros((4, 4), np.uint8)), V,
+        "Quantized: block_scale is uint8 (4, 4); fp8-modelopt of (4, 64) needs None",
+    ),
+    "no tensor_scale": (parts(tensor_scale=None), V, "Quantized: tensor_scale is None; nvfp4-te of (4, 64) needs float32 ()"),
+    "tensor_scale of seven": (
+        parts(tensor_scale=np.ones(7, F32)), V, "Quantized: tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()",
+    ),
+    "tensor_scale of rows": (
+        parts("nvfp4-te-rowscaled", tensor_scale=F32(1)), V,
+        "Quantized: tensor_scale is float32 (); nvfp4-te-rowscaled of (4, 64) needs float32 (4,)",
+    ),
+    "tensor_scale of blocks": (
+        parts("int4-modelopt", tensor_scale=np.ones((4, 4), F32)), V,
+        "Quantized: tensor_scale is float32 (4, 4); int4-modelopt of (4, 64) needs float32 (4, 2)",
+    ),
+    "tensor_scale of experts": (
+        parts(shape=(3, 4, 64), axis=2, packed=np.zeros((3, 4, 32), np.uint8), block_scale=np.zeros((3, 4, 4), np.uint8),
+              tensor_scale=np.ones(4, F32)), V,
+        "Quantized: tensor_scale is float32 (4,); nvfp4-te of (3, 4, 64) needs float32 () or float32 (3,)",
+    ),
+    "tensor_amax of another shape": (
+        parts(tensor_amax=np.ones(1, F32)), V, "Quantized: tensor_amax is float32 (1,); nvfp4-te of (4, 64) needs float32 ()",
+    ),
+    "float64": (
+        parts(tensor_scale=np.float64(1)), T,
+        "Quantized: tensor_scale is float64; needs float32; convert it with tensor_scale.astype(np.float32)",
+    ),
+    "float64 amax": (
+        parts(tensor_amax=np.ones(())), T,
+        "Quantized: tensor_amax is float64; needs float32; convert it with tensor_amax.astype(np.float32)",
+    ),
+    "number": (parts(tensor_scale=1.0), T, "Quantized: tensor_scale is a builtins.float; needs a NumPy or CuPy array"),
+    "tensor_scale of mx": (
+        parts("mxfp4-ocp", tensor_scale=F32(1)), V,
+        "Quantized: tensor_scale is float32 (); mxfp4-ocp of (4, 64) needs None, as it has no tensor scale",
+    ),
+    "tensor_amax of mx": (
+        parts("mxfp4-ocp", tensor_amax=F32(1)), V,
+        "Quantized: tensor_amax is float32 (); mxfp4-ocp of (4, 64) needs None, as it has no tensor scale",
+    ),
+    "negative scale": (
+        parts(tensor_scale=F32(-1)), V,
+        "Quantized: tensor_scale is negative; needs tensor_scale >= 0: the sign of a value is in its code",
+    ),
+    "negative amax": (
+        parts("nvfp4-te-rowscaled", tensor_amax=F32([1, 2, -1, np.nan])), V,
+        "Quantized: tensor_amax is negative; needs tensor_amax >= 0: the sign of a value is in its code",
+    ),
+    "NaN scale": (
+        parts("nvfp4-te-2d", rows=16, tensor_scale=F32(np.nan)), V,
+        "Quantized: tensor_scale is NaN; nvfp4-te-2d gives no such scale; needs a number",
+    ),
+    "NaN amax": (
+        parts(tensor_amax=F32(np.nan)), V,
+        "Quantized: tensor_amax is NaN where tensor_scale is a number; None stands for an unknown amax",
+    ),
+    "host scales of device codes": (
+        on_device(block_scale=np.zeros((4, 4), np.uint8)), T,
+        "Quantized: block_scale is a numpy.ndarray; needs a CuPy array, as packed is",
+    ),
+    "host tensor_scale of device codes": (
+        on_device(tensor_scale=F32(1)), T, "Quantized: tensor_scale is a numpy.float32; needs a CuPy array, as packed is",
+    ),
+    "device scales of host codes": (
+        parts(block_scale=Device((4, 4), np.uint8)), T,
+        "Quantized: block_scale is a cupy.Device; needs a NumPy array, as packed is",
+    ),
+    "two devices": (
+        on_device(tensor_amax=Device((), F32, device=1)), V,
+        "Quantized: tensor_amax is on device 1 and packed on 0; move all parts to one",
+    ),
+    "device float64": (
+        on_device(tensor_scale=Device((), np.float64)), T,
+        "Quantized: tensor_scale is float64; needs float32; convert it with tensor_scale.astype(np.float32)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_quantized(case):
+    arguments, kind, text = WRONG[case]
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        Quantized(**arguments)
+
+
+def test_an_id_is_looked_up_and_numbers_become_plain():
+    q = Quantized(**parts(recipe="nvfp4", shape=[np.int64(4), 64], axis=np.int64(-1), dtype="bfloat16"))
+    assert q.recipe is RECIPES["nvfp4-te"] and q.shape == (4, 64) and q.axis == 1 and q.dtype == ml_dtypes.bfloat16
+    assert all(type(n) is int for n in (*q.shape, q.axis))
+
+
+def test_a_scalar_becomes_an_array():
+    q = Quantized(**parts(tensor_scale=F32(2), tensor_amax=F32(5376)))
+    assert type(q.tensor_scale) is type(q.tensor_amax) is np.ndarray and q.tensor_scale.shape == ()
+
+
+def test_a_device_s_values_are_not_read():
+    q = Quantized(**on_device())
+    assert q.tensor_amax.shape == () and Quantized(**on_device(tensor_amax=None)).tensor_amax is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_quantize_returns_is_one(name):
+    """Zeros, inf and NaN too, whose tensor scales are unusual numbers or NaN; with and without the amax."""
+    for value in (0.0, np.inf, np.nan, -np.nan):
+        x = np.full((32, 128), value, F32)
+        x[16:] = ORDINARY[:16]
+        with np.errstate(all="ignore"):
+            q = fp4kit.quantize(x, name)
+        assert_same_bits(replace(q), q)
+        assert replace(q, tensor_amax=None).tensor_amax is None
+
+
+def test_experts_have_a_scale_each():
+    x = np.stack([ORDINARY, 2 * ORDINARY, 4 * ORDINARY])
+    q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=[1.0, 2.0, 4.0])
+    assert q.tensor_scale.shape == (3,)
+    assert_same_bits(fp4kit.dequantize(replace(q, tensor_amax=None)), fp4kit.dequantize(q))
+
+
+def test_empty_arrays():
+    for shape in ((0, 64), (4, 0), (0, 0), (3, 0, 64)):
+        q = fp4kit.quantize(np.zeros(shape, F32), "nvfp4-te")
+        assert fp4kit.dequantize(replace(q, tensor_amax=None)).shape == shape

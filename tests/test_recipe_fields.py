@@ -1,0 +1,245 @@
+"""A Recipe is refused when it is made, with the field's name, unless the specification defines it: each field, then each pair."""
+
+import re
+from dataclasses import fields, replace
+from itertools import product
+
+import numpy as np
+import pytest
+from inputs import ORDINARY
+
+import fp4kit
+from fp4kit.cuda import loader
+from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
+from fp4kit.recipes import RECIPES, Recipe, rules
+from fp4kit.reference import codec, dequantize, fake, scaling
+
+V, T = ValueError, TypeError
+E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
+
+WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id>: "
+    # each field by itself
+    "id": ("nvfp4-te", {"id": ""}, V, "id is ''; needs a name"),
+    "id of another type": ("nvfp4-te", {"id": 4}, T, "id is 4; needs a str"),
+    "element": ("nvfp4-te", {"element": "E2M1"}, T, "element is 'E2M1'; needs an ElementFormat"),
+    "element without a sign": ("mxfp4-ocp", {"element": E8M0}, V, "element is E8M0; needs a format with a sign"),
+    "scale": ("nvfp4-te", {"scale": "E4M3"}, T, "scale is 'E4M3'; needs fp4kit.formats.E4M3, E8M0, or None"),
+    "scale that no rule writes": ("nvfp4-te", {"scale": E5M2}, V, "scale is E5M2; needs E4M3 or E8M0"),
+    "block of zero": ("mxfp4-ocp", {"block": (1, 0)}, V, "block is (1, 0); needs (rows, columns), two positive ints"),
+    "block of one": ("mxfp4-ocp", {"block": (16,)}, V, "block is (16,); needs (rows, columns), two positive ints"),
+    "block of floats": ("mxfp4-ocp", {"block": (1.0, 32.0)}, T, "block is (1.0, 32.0); needs (rows, columns)"),
+    "block of bools": ("mxfp4-ocp", {"block": (True, 32)}, T, "block is (True, 32); needs (rows, columns)"),
+    "block as a number": ("mxfp4-ocp", {"block": 32}, T, "block is 32; needs (rows, columns)"),
+    "block as text": ("mxfp4-ocp", {"block": "16"}, T, "block is '16'; needs (rows, columns)"),
+    "tensor_scaling": ("nvfp4-te", {"tensor_scaling": "channel"}, V, "tensor_scaling is 'channel'; needs one of none, "),
+    "tensor_rule": ("nvfp4-te", {"tensor_rule": "tee"}, V, "tensor_rule is 'tee'; needs one of te, te_reference"),
+    "block_rule": ("nvfp4-te", {"block_rule": "e4m3"}, V, "block_rule is 'e4m3'; needs one of te, flashinfer"),
+    "decode_rule": ("nvfp4-te", {"decode_rule": None}, V, "decode_rule is None; needs one of product, te"),
+    "fake_rule": ("nvfp4-te", {"fake_rule": "te"}, V, "fake_rule is 'te'; needs one of nvfp4_modelopt_triton"),
+    "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide"),
+    "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz"),
+    "rounding as a list": ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
+    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive"),
+    "amax_nan": ("nvfp4-te", {"amax_nan": "drop"}, V, "amax_nan is 'drop'; needs one of ignore, propagate, lanes"),
+    "nan_code": ("nvfp4-te", {"nan_code": 16}, V, "nan_code is 16; needs a code of E2M1, 0 to 15, or None"),
+    "negative nan_code": ("nvfp4-te", {"nan_code": -1}, V, "nan_code is -1; needs a code of E2M1"),
+    "nan_code as a float": ("nvfp4-te", {"nan_code": 7.0}, T, "nan_code is 7.0; needs an int"),
+    "flag": ("nvfp4-te", {"flush": 1}, T, "flush is 1; needs True or False"),
+    "source": ("nvfp4-te", {"source": None}, T, "source is None; needs a str"),
+    "four_over_six": ("nvfp4-te-4over6-mae-448", {"four_over_six": "maee"}, V, "four_over_six is 'maee'; needs one of mae"),
+    "scale_max as a float": ("nvfp4-te", {"scale_max": 256.0}, T, "scale_max is 256.0; needs an int"),
+    "scale_max of zero": ("nvfp4-te", {"scale_max": 0}, V, "scale_max is 0; needs a positive value of E4M3"),
+    "scale_max between values": ("nvfp4-te", {"scale_max": 300}, V, "scale_max is 300; needs a positive value of E4M3"),
+    "scale_max too large": ("nvfp4-te", {"scale_max": 512}, V, "scale_max is 512; needs a positive value of E4M3"),
+    # scale, block and rules
+    "E8M0 under an E4M3 rule": ("nvfp4-te", {"scale": E8M0}, V, "scale is E8M0; block_rule 'te' writes E4M3"),
+    "E4M3 under an E8M0 rule": ("mxfp4-ocp", {"scale": E4M3}, V, "scale is E4M3; block_rule 'e8m0_floor' writes E8M0"),
+    "no block": ("nvfp4-te", {"block": None}, V, "block is None; block_rule 'te' needs (rows, columns)"),
+    "no block rule": ("mxfp4-ocp", {"block_rule": None}, V, "block is (1, 32); needs block_rule or tensor_scaling 'block'"),
+    "no block and no rule": ("mxfp4-ocp", {"block_rule": None, "block": None}, V, "block_rule is None; needs a rule that"),
+    "block of nothing": ("fp8-modelopt", {"block": (1, 16)}, V, "block is (1, 16); needs block_rule or tensor_scaling"),
+    "odd block of packed": ("mxfp4-ocp", {"block": (1, 15)}, V, "block is (1, 15); needs an even number of columns"),
+    "lanes of odd blocks": ("mxfp8-flashinfer", {"block": (1, 15)}, V, "as amax_nan 'lanes' tells even elements"),
+    "rows of square blocks": ("nvfp4-te-rowscaled", {"block": (16, 16)}, V, "needs blocks of one row with tensor_scaling 'row'"),
+    "blocks of two rows": ("int4-qat", {"block": (2, 32)}, V, "needs blocks of one row with tensor_scaling 'block'"),
+    "integers": ("mxfp4-ocp", {"element": INT8}, V, "element is INT8; block_rule 'e8m0_floor' needs floats"),
+    "elements up to 7": ("nvfp4-te", {"element": E1M2}, V, "block_rule 'te' is for elements up to 6"),
+    "divide": ("nvfp4-te", {"apply": "divide"}, V, "apply is 'divide'; block_rule 'te' gives a factor to multiply with"),
+    "multiply": ("nvfp4-modelopt", {"apply": "multiply"}, V, "block_rule 'modelopt' gives a factor to divide with"),
+    "flush": ("nvfp4-te", {"flush": True}, V, "flush is True; block_rule 'te' needs False"),
+    "no flush": ("nvfp4-flashinfer", {"flush": False}, V, "flush is False; block_rule 'flashinfer' needs True"),
+    "flush without blocks": ("fp8-modelopt", {"flush": True}, V, "flush is True; needs a block_rule"),
+    # tensor scales
+    "none beside a rule": ("nvfp4-te", {"tensor_scaling": "none"}, V, "tensor_rule is 'te'; tensor_scaling is 'none'"),
+    "tensor without a rule": ("nvfp4-te", {"tensor_rule": None}, V, "tensor_rule is None; tensor_scaling is 'tensor'"),
+    "tensor over E8M0": ("mxfp4-ocp", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "needs block scales of E4M3"),
+    "block scaling of nothing": ("fp8-modelopt", {"tensor_scaling": "block"}, V, "tensor_scaling is 'block'; needs block"),
+    "two scales a block": ("nvfp4-te", {"tensor_scaling": "block"}, V, "block_rule 'te' gives each block its scale"),
+    "te over elements": ("fp8-modelopt", {"tensor_rule": "te"}, V, "tensor_rule is 'te'; scale is None; this rule needs"),
+    "int rule over blocks": ("nvfp4-te", {"tensor_rule": "int_modelopt"}, V, "this rule needs None: it covers elements"),
+    "int rule of floats": ("fp8-modelopt", {"tensor_rule": "int_modelopt"}, V, "needs integer elements"),
+    "float rule of ints": ("int8-modelopt", {"tensor_rule": "fp8_modelopt"}, V, "needs float elements"),
+    "scale_max without blocks": ("fp8-modelopt", {"scale_max": 256}, V, "needs 448 without block scales"),
+    "scale_max without a rule": ("nvfp4-torchao-single", {"scale_max": 256}, V, "needs 448 without a tensor_rule"),
+    "no scale at all": ("fp8-modelopt", {"tensor_scaling": "none", "tensor_rule": None}, V, "scale is None too"),
+    # decoding
+    "e8m0 of E4M3": ("nvfp4-te", {"decode_rule": "e8m0"}, V, "decode_rule is 'e8m0'; scale is E4M3; this rule reads E8M0"),
+    "product of E8M0": ("mxfp4-ocp", {"decode_rule": "product"}, V, "scale is E8M0; this rule reads E4M3 or None"),
+    "te of no amax": ("nvfp4-torchao-single", {"decode_rule": "te"}, V, "decode_rule is 'te'; needs a tensor_rule"),
+    "int of blocks": ("nvfp4-te", {"decode_rule": "int_modelopt"}, V, "scale is E4M3; this rule reads None"),
+    # 4over6
+    "4over6 without its rule": ("nvfp4-te", {"four_over_six": "mae"}, V, "block_rule is 'te'; needs 'mae' or 'mse' with"),
+    "4over6 without an error": ("nvfp4-te-4over6-mae-448", {"four_over_six": None}, V, "needs 'mae' or 'mse' with"),
+    "fast error": ("nvfp4-te", {"fast_error": True}, V, "fast_error is True; needs four_over_six"),
+    "fast flushed error": ("nvfp4-flashinfer-4over6-mae-448", {"fast_error": True}, V, "is not defined with flush"),
+    "4over6 of E3M0": ("nvfp4-te-4over6-mae-448", {"element": E3M0}, V, "block_rule 'four_over_six' is for elements up to 6"),
+    "4over6 by block": ("nvfp4-te-4over6-mae-448", {"tensor_scaling": "block"}, V, "needs 'tensor' or 'row'"),
+    "4over6 of three rows": ("nvfp4-te-4over6-mae-448", {"block": (3, 16)}, V, "needs a power of two of rows"),
+    "4over6 rounding": ("nvfp4-te-4over6-mae-448", {"rounding": "rz"}, V, "four_over_six rounds to nearest"),
+    "4over6 calibrated": ("nvfp4-te-4over6-mae-448", {"static": True}, V, "has no meaning with four_over_six"),
+    "static rule by no tensor": (
+        "nvfp4-modelopt-static", {"tensor_scaling": "none", "tensor_rule": None}, V, "it reads the tensor's amax",
+    ),
+    # fake rules and options
+    "fake_only": ("nvfp4-te", {"fake_only": True}, V, "fake_only is True; needs a fake_rule"),
+    "fake rule of mx": ("nvfp4-modelopt", {"fake_rule": "mx_modelopt"}, V, "scale is E4M3; this rule needs E8M0"),
+    "fake rule of ints": ("fp8-modelopt", {"fake_rule": "int_modelopt"}, V, "element is E4M3; this rule needs integers"),
+    "fake rule of a tensor": (
+        "nvfp4-torchao-single", {"fake_rule": "nvfp4_modelopt_cuda"}, V, "tensor_rule is None; this rule needs",
+    ),
+    "fake rule of squares": ("mxfp4-modelopt-fake", {"block": (32, 32)}, V, "needs blocks of one row, with one scale each"),
+    "fake scale_max": ("nvfp4-modelopt-fake", {"scale_max": 256}, V, "has 448 in its formula"),
+    "fake rounding": ("mxfp4-modelopt-fake", {"rounding": "rz"}, V, "rounding is 'rz'; fake_rule 'mx_modelopt' rounds"),
+    "fake round_scaled": ("mxfp4-modelopt-fake", {"round_scaled": True}, V, "has no meaning with fake_rule"),
+    "narrow floats": ("nvfp4-te", {"narrow": True}, V, "narrow is True; element is E2M1; needs an integer"),
+    "sign of integers": ("int8-modelopt", {"sign": "negative"}, V, "needs 'signbit' for INT8"),
+    "static without blocks": ("fp8-modelopt", {"static": True}, V, "static is True; needs block scales"),
+    "NaN that is none": ("mxfp4-flashinfer", {"nan_is_max": True}, V, "needs an element with a NaN and no nan_code"),
+    "NaN of two codes": ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element with a NaN and no nan_code"),
+    "another E4M3": ("nvfp4-modelopt", {"element": ElementFormat("E4M3", 2, 1, 1)}, V, "needs another name: E4M3 is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_recipe(case):
+    name, changes, kind, text = WRONG[case]
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        replace(RECIPES[name], **changes)
+    assert str(caught.value).startswith("Recipe" if "id" in changes else f"Recipe {name}: ")
+
+
+def test_every_field_is_checked():
+    named = {field for _, changes, _, _ in WRONG.values() for field in changes}
+    assert {field.name for field in fields(Recipe)} - named == {"exact"}
+
+
+def test_blocks_become_tuples_and_numbers_ints():
+    r = replace(RECIPES["mxfp4-ocp"], block=[np.int64(1), 16], nan_code=np.uint8(3))
+    assert r.block == (1, 16) and type(r.block) is tuple and type(r.block[0]) is type(r.nan_code) is int
+    assert r == replace(RECIPES["mxfp4-ocp"], block=(1, 16), nan_code=3)
+    assert type(replace(RECIPES["nvfp4-te"], scale_max=np.int64(256)).scale_max) is int
+
+
+VARIANTS = [
+    ("mxfp4-ocp", {"element": E1M2}), ("mxfp4-ocp", {"element": E3M0}), ("mxfp4-ocp", {"rounding": "rna"}),
+    ("mxfp4-ocp", {"flush": True}), ("mxfp8-te", {"element": E3M2}), ("nvfp4-modelopt", {"element": E1M2}),
+    ("nvfp4-te", {"scale_max": 256}), ("nvfp4-te", {"round_scaled": True}), ("nvfp4-te", {"decode_rule": "product"}),
+    ("nvfp4-modelopt", {"tensor_scaling": "row"}), ("int8-modelopt", {"element": INT4}), ("fp8-modelopt", {"rounding": "rz"}),
+    ("nvfp4-flashinfer", {"decode_rule": "compressed_tensors"}), ("int4-qat", {"apply": "multiply"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
+def test_variants_come_near_their_input(name, changes):
+    """What is not refused does what its rules say: the error is that of the element format, not more."""
+    r = replace(RECIPES[name], **changes)
+    y = fp4kit.dequantize(fp4kit.quantize(ORDINARY, r))
+    x = ORDINARY.astype(np.float64)
+    assert np.sum((y - x) ** 2) < 0.15 * np.sum(x**2)
+
+
+def test_every_pair_of_rules_works_or_is_refused():
+    """No pair of a scale, a block rule, a tensor rule and a decode rule is made and then fails, or gives values far from x."""
+    x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
+    made = 0
+    names = (("nvfp4-modelopt", "nvfp4-te", "mxfp4-ocp"), rules.BLOCK_RULES, (None, *rules.TENSOR_RULES), rules.DECODE_RULES)
+    for name, block, tensor, decode in product(*names):
+        fields = {"block_rule": block, "tensor_rule": tensor, "decode_rule": decode}
+        fields["tensor_scaling"] = "tensor" if tensor else "none"
+        for apply, flush, mode in product(rules.APPLIES, (False, True), (None, "mae")):
+            try:
+                r = replace(RECIPES[name], id="any", apply=apply, flush=flush, four_over_six=mode, **fields)
+            except ValueError as error:
+                assert str(error).startswith("Recipe any: ")
+                continue
+            made += 1
+            error = fp4kit.dequantize(fp4kit.quantize(x, r)).astype(np.float64) - x
+            assert np.sum(error**2) < 0.1 * np.sum(x.astype(np.float64) ** 2), r
+    assert made > 100
+
+
+def test_names_of_rules_are_those_of_the_specification():
+    assert set(rules.BLOCK_RULES) == {*scaling.BLOCK_RULES, "four_over_six"}
+    assert set(rules.TENSOR_RULES) == set(scaling.TENSOR_RULES)
+    assert set(rules.DECODE_RULES) == set(dequantize.DECODE_RULES)
+    assert set(rules.FAKE_RULES) == set(fake.FAKE_RULES)
+    assert set(rules.ROUNDINGS) == set(codec.ROUNDINGS) and set(rules.SIGNS) == set(codec.SIGNS)
+
+
+def test_names_of_rules_are_those_of_the_kernels():
+    text = "\n".join(path.read_text() for path in loader.files(loader.SOURCES).values())
+    structs = set(re.findall(r"^struct (\w+)", text, re.MULTILINE))
+    assert {f"block_{name}" for name in rules.BLOCK_RULES if name != "four_over_six"} <= structs
+    assert {f"tensor_{name}" for name in rules.TENSOR_RULES} <= structs
+    assert {f"fake_{name}" for name in rules.FAKE_RULES} <= structs
+    assert {"decode_e8m0_rule" if name == "e8m0" else f"decode_{name}" for name in rules.DECODE_RULES} <= structs
+    for name, rule in rules.DECODE_RULES.items():
+        found = re.search(rf"struct decode_{name} .*?\n(.*)\n", text)
+        assert name == "e8m0" or ("kNeedsAmax = true" in found[1]) == rule.needs_amax
+
+
+FORMATS = {  # fields, the error, what it says
+    "name": (("E 2", 2, 1, 1), V, "name is 'E 2'; needs an identifier"),
+    "name's type": ((2, 2, 1, 1), T, "name is 2; needs str"),
+    "bits": (("X", 5, 3, 1), V, "needs neither negative, and 1 to 8 bits"),
+    "negative": (("X", -1, 3), V, "exponent_bits is -1, mantissa_bits 3; needs neither negative"),
+    "float bits": (("X", 2.0, 1), T, "exponent_bits is 2.0; needs int"),
+    "bool bits": (("X", True, 1), T, "exponent_bits is True; needs int"),
+    "bias": (("X", 2, 1, 0.5), T, "bias is 0.5; needs int"),
+    "large bias": (("X", 2, 1, 200), V, "bias is 200; some values are no float32"),
+    "small bias": (("X", 2, 1, -200), V, "bias is -200; some values are no float32"),
+    "specials": (("X", 2, 1, 1, "inf"), V, "specials is 'inf'; needs 'none', 'nan' or 'ieee'"),
+    "signed": (("X", 2, 1, 1, "none", 1), T, "signed is 1; needs bool"),
+    "integer with a bias": (("X", 0, 3, 1), V, "an integer has mantissa_bits, and no bias or specials"),
+    "integer of a sign": (("X", 0, 0), V, "an integer has mantissa_bits"),
+    "integer with NaN": (("X", 0, 3, 0, "nan"), V, "an integer has mantissa_bits, and no bias or specials"),
+    "no zero": (("X", 4, 0, 7, "nan", False, False), V, "has_zero is False, which only E8M0's fields may have"),
+    "inf without NaN": (("X", 3, 0, 3, "ieee"), V, "specials is 'ieee'; needs mantissa bits"),
+    "only NaN": (("X", 1, 0, 0, "nan"), V, "no finite value but zero"),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_what_is_no_format(case):
+    arguments, kind, text = FORMATS[case]
+    with pytest.raises(kind, match=re.escape(text)):
+        ElementFormat(*arguments)
+
+
+def test_every_small_format_has_values_in_order():
+    for exponent, mantissa, specials, signed in product(range(6), range(6), ("none", "nan", "ieee"), (False, True)):
+        try:
+            fmt = ElementFormat("X", exponent, mantissa, min(exponent, 1) * (2 ** max(exponent - 1, 0) - 1), specials, signed)
+        except ValueError:
+            continue
+        assert 1 <= fmt.bits <= 8 and np.all(np.diff(fmt.magnitudes) > 0) and len(fmt.values) == 2**fmt.bits
+        assert fmt.is_integer or np.array_equal(codec.decode(codec.encode(fmt.magnitudes, fmt), fmt), fmt.magnitudes)
+
+
+def test_a_block_format_is_made_of_formats():
+    with pytest.raises(TypeError, match="BlockFormat X: scale is 'E8M0'; needs an ElementFormat"):
+        BlockFormat("X", E2M1, "E8M0", 32)
+    with pytest.raises(ValueError, match="BlockFormat X: block_size is 0; needs a positive int"):
+        BlockFormat("X", E2M1, E8M0, 0)
+
+

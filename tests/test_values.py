@@ -1,0 +1,119 @@
+"""Formats, recipes and Quantized are values: what was pickled, copied or came back from a worker process is as good as new."""
+
+import copy
+import multiprocessing
+import pickle
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+from inputs import ORDINARY
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import BLOCK_FORMATS, E2M1, ELEMENT_FORMATS, ElementFormat
+from fp4kit.recipes import RECIPES
+
+PICKLES = {f"protocol {p}": lambda a, p=p: pickle.loads(pickle.dumps(a, p)) for p in range(2, 6)}
+COPIES = PICKLES | {"copy": copy.copy, "deepcopy": copy.deepcopy}
+METHODS = [m for m in ("spawn", "fork", "forkserver") if m in multiprocessing.get_all_start_methods()]
+VARIANT = replace(RECIPES["mxfp4-ocp"], id="mine", block=(1, 16), element=ElementFormat("Mine", 2, 1, 1))
+copies = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+
+
+@copies
+@pytest.mark.parametrize("fmt", ELEMENT_FORMATS + BLOCK_FORMATS, ids=str)
+def test_formats(fmt, copied):
+    other = copied(fmt)
+    assert other == fmt and hash(other) == hash(fmt) and {fmt: 1}[other] == 1 and not other != fmt
+    for name in ("values", "magnitudes", "midpoints") if isinstance(fmt, ElementFormat) else ():
+        assert_same_bits(getattr(other, name), getattr(fmt, name))
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(other, name)[0] = 1
+
+
+def test_equal_fields_are_an_equal_format():
+    assert ElementFormat("E2M1", 2, 1, 1) == E2M1 and hash(ElementFormat("E2M1", 2, 1, 1)) == hash(E2M1)
+    assert ElementFormat("E2M1", 2, 1, 2) != E2M1 != ElementFormat("E2M1b", 2, 1, 1)
+    assert len(pickle.dumps(E2M1)) < 200  # no arrays
+
+
+@copies
+@pytest.mark.parametrize("r", [*RECIPES.values(), VARIANT], ids=lambda r: r.id)
+def test_recipes(r, copied):
+    other = copied(r)
+    assert other == r and hash(other) == hash(r) and {r: 1}[other] == 1 and repr(other) == repr(r)
+    assert (other is r) == (r is not VARIANT)
+
+
+def test_a_recipe_of_the_table_pickles_small():
+    assert max(len(pickle.dumps(r)) for r in RECIPES.values()) < 100
+    r = replace(RECIPES["nvfp4-te"], sign="negative")  # another recipe of the same id
+    assert pickle.loads(pickle.dumps(r)) == r != RECIPES["nvfp4-te"]
+
+
+def rebuilt(r):
+    """A recipe equal to r that shares no object with it."""
+    again = {f.name: getattr(r, f.name) for f in fields(r)}
+    formats = {name: ElementFormat(**vars_of(again[name])) for name in ("element", "scale") if again[name] is not None}
+    return type(r)(**again | formats)
+
+
+def vars_of(fmt):
+    return {f.name: getattr(fmt, f.name) for f in fields(fmt)}
+
+
+def works(q, x):
+    """What is asked of a Quantized anywhere: identify, requantize without loss, compare, decode, swizzle, write to."""
+    mx = q if q.recipe.format_name == "MXFP4" else fp4kit.quantize(x, "mxfp4-ocp")
+    found = fp4kit.requantize(mx, "nvfp4-te")
+    comparison = fp4kit.compare(q, fp4kit.quantize(x, q.recipe.id))
+    return {
+        "identify": q.recipe.id in fp4kit.identify(q, x).exact,
+        "requantize": bool(found.exact) and found.changed == 0,
+        "compare": bool(comparison) and comparison.codes[1] == x.size and comparison.scales[1] > 0,
+        "dequantize": np.array_equal(fp4kit.dequantize(q), fp4kit.dequantize(fp4kit.quantize(x, q.recipe.id))),
+        "swizzle": fp4kit.unswizzle(fp4kit.swizzle(q, "swizzled_128x4")).recipe == q.recipe,
+        "out": fp4kit.quantize(x, q.recipe.id, out=q) is q,
+    }
+
+
+@copies
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d", "mxfp4-flashinfer"])
+def test_quantized(name, copied):
+    q = fp4kit.quantize(ORDINARY, name)
+    other = copied(q)
+    assert_same_bits(other, q)
+    facts = ("shape", "dtype", "axis", "recipe", "scale_layout")
+    assert [getattr(other, f) for f in facts] == [getattr(q, f) for f in facts]
+    if q.packed.flags.writeable and other.packed is q.packed:
+        other = copy.deepcopy(other)  # a shallow copy shares its arrays
+    assert all(works(other, ORDINARY).values()), works(other, ORDINARY)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp"])
+def test_no_comparison_is_by_identity(name):
+    """Recipes and formats that are equal, but not the same objects."""
+    q = fp4kit.quantize(ORDINARY, name)
+    other = replace(q, recipe=rebuilt(q.recipe), packed=q.packed.copy())
+    assert other.recipe is not q.recipe and other.recipe.element is not q.recipe.element
+    assert all(works(other, ORDINARY).values()), works(other, ORDINARY)
+
+
+def in_a_worker(q, x):
+    return works(copy.deepcopy(q), x), fp4kit.quantize(x, q.recipe), q.recipe, q.recipe.element
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_worker_processes(method):
+    """There and back: the worker's own calls, and what it sends."""
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        for name in ("nvfp4-te", "mxfp4-ocp"):
+            q = fp4kit.quantize(ORDINARY, name)
+            there, made, recipe, element = pool.apply(in_a_worker, (q, ORDINARY))
+            assert all(there.values()), there
+            assert recipe == q.recipe and element == q.recipe.element
+            assert_same_bits(made, q)
+            assert all(works(made, ORDINARY).values())
+        sent = pool.apply(copy.copy, (VARIANT,))
+        assert sent == VARIANT and sent.element == VARIANT.element
