@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.ops import amax_on_device, check, on_device
 from fp4kit.ops.prepare import import_arrays, prepare, stack
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 
 
+@ieee("amax")
 def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.ndarray:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 

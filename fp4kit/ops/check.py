@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.quantized import Quantized, scale_shape
 from fp4kit.recipes import Recipe
 
@@ -85,6 +86,7 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
     return amax
 
 
+@ieee("amax")
 def _real(op: str, name: str, amax: Any) -> np.ndarray:
     """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
     array = np.asarray(amax)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.prepare import import_arrays
@@ -55,6 +56,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
     """Compare two Quantized, or two arrays of one shape (a Quantized stands for its float32 values beside an array).
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.layouts import unswizzle_scales
 from fp4kit.ops import check, on_device, prepared_call
 from fp4kit.ops.quantize import matrix_part
@@ -62,6 +63,7 @@ def _check_tensor_amax(q: Quantized) -> None:
         raise ValueError(f"dequantize: q.tensor_amax has shape {shape}; {q.recipe.id} decodes with float32 {covered}")
 
 
+@ieee("dequantize")
 def _run(q: Quantized, moved: np.ndarray) -> None:
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.cuda import loader
 from fp4kit.interop import as_array
 from fp4kit.ops import check, fake_on_device, on_device, prepared_call
@@ -49,6 +50,7 @@ def fake_quantize(
     return values
 
 
+@ieee("fake_quantize")
 def _fake_quantize(p: Prepared, rounding: str, seed: Any) -> Any:
     r = p.recipe
     if r.fake_rule is None:
@@ -125,6 +127,7 @@ def prepare_backward(grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: A
     return p._replace(others=p.others | {"grad": g})
 
 
+@ieee("fake_quantize_backward")
 def clip_amax(p: Prepared) -> Any:
     """The amax of the call as (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined; on the device of x."""
     amax = p.others["amax"]
@@ -161,6 +164,7 @@ def _reshape_clip_amax(amax: Any, p: Prepared) -> Any:
     )
 
 
+@ieee("fake_quantize_backward")
 def _run_clip(grad: np.ndarray, p: Prepared, amax: np.ndarray, out: np.ndarray) -> None:
     if not out.size:
         return

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.cuda import launch, loader, partial
 from fp4kit.ops import check, on_device
 from fp4kit.ops.prepare import import_arrays
@@ -16,6 +17,7 @@ from fp4kit.recipes import recipe as find_recipe
 from fp4kit.reference import partial as reference
 
 
+@ieee("partial_amax")
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
     """Block amaxes of the part of a matrix that a shard owns; the maximum over all shards is that of the whole.
 
@@ -34,6 +36,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     return reference.partial_amax(array, (M, K), operator.index(start), r)
 
 
+@ieee("partial_cast")
 def partial_cast(
     shard: Any,
     out: Any,

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.layouts import check_layout, padded_shape, swizzle_scales
 from fp4kit.ops import check, on_device, prepared_call
 from fp4kit.ops.prepare import Prepared, prepare, stack
@@ -106,6 +107,7 @@ def quantize_both(
     return q_row, quantize_prepared("quantize_both", column, scale_layout, rounding, hadamard, None)
 
 
+@ieee("quantize")
 def quantize_prepared(op: str, p: Prepared, layout: str, rounding: str, hadamard: Hadamard, out: Quantized | None) -> Quantized:
     """quantize after prepare; op names the caller in errors."""
     check_codes(op, p, layout)
@@ -197,6 +199,7 @@ def _outputs(
     return packed, out.block_scale if direct else np.empty(scales, np.uint8)
 
 
+@ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block."""
     shape = check.tensor_amax_shape(moved.shape, r)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.cuda import loader
 from fp4kit.cuda import requantize as kernels
 from fp4kit.formats import E2M1, E4M3, E8M0
@@ -33,6 +34,7 @@ class Requantized(NamedTuple):
     changed: Any
 
 
+@ieee("requantize")
 def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
     """Quantize a quantized array with another recipe, and say whether every value stayed the same.
 

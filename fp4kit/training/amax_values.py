@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.cuda import loader
 from fp4kit.ops.check import check_float
 from fp4kit.ops.prepare import import_arrays
@@ -24,6 +25,7 @@ def _xp(value: Any) -> Any:
     return np if isinstance(value, np.ndarray) else loader.cupy()
 
 
+@ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
     """A float32 copy on the device of amax; -0 becomes +0, whose bits are the smallest."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
