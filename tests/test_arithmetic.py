@@ -13,11 +13,11 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from everything import everything
 from inputs import BF16
 
 import fp4kit
 from fp4kit import arithmetic
-from fp4kit.distributed import SingleProcess
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E8M0
 from fp4kit.recipes import RECIPES
@@ -72,49 +72,6 @@ def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
 
 
 X = {name: tiny(dtype) for name, dtype in DTYPES.items()}
-
-
-def everything(name: str, x: np.ndarray) -> Iterator[object]:
-    """What the public functions make of x with a recipe, on the host."""
-    r = RECIPES[name]
-    part = np.ascontiguousarray(x[:16])  # whose scales are tiny too: the amax of x is not
-    for a in (x, part):
-        yield fp4kit.fake_quantize(a, name)
-        yield fp4kit.amax(a, name)
-        yield fp4kit.fake_quantize_backward(a, a, name, amax=1e-39 if a.dtype == F32 else None, pass_through=False)
-        yield from fp4kit.fake_quantize_grouped([a, a[:2]], name)
-    yield fp4kit.amax(part)
-    yield fp4kit.amax(part, axis=1)
-    if r.fake_only:
-        return
-    for a in (x, part):
-        q = fp4kit.quantize(a, name)
-        yield q
-        yield fp4kit.dequantize(q)
-        yield fp4kit.dequantize(q, np.float32)
-        yield from fp4kit.quantize_grouped([a, a[:2]], name)
-    plan = fp4kit.GroupedPlan([part, x], name)
-    yield from (a for a in plan.amax() if a is not None)
-    if not r.element.is_integer and not r.four_over_six:
-        yield fp4kit.quantize(part, name, rounding="stochastic", seed=3)
-    yield fp4kit.quantize(part, name, hadamard=True)
-    if r.tensor_scaling == "tensor":
-        yield fp4kit.quantize(part, name, tensor_amax=2e-39)
-    if 32 % r.length_multiple == 0:
-        yield from fp4kit.quantize_both(x, name)
-    yield from shards(name, part)
-
-
-def shards(name: str, x: np.ndarray) -> Iterator[object]:
-    r = RECIPES[name]
-    if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six:
-        return
-    amax = fp4kit.partial_amax(x.reshape(-1), x.shape, 0, name)
-    yield amax
-    out = np.zeros(fp4kit.quantize(x, name).packed.shape, np.uint8)
-    fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)
-    yield out
-    yield from fp4kit.cast_master_weights([fp4kit.Shard(x.reshape(-1), x.shape)], SingleProcess(), name)
 
 
 def assert_same(found: list, expected: list) -> None:

@@ -14,6 +14,7 @@ from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 
 
 @ieee("amax")
+@np.errstate(all="ignore")
 def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.ndarray:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 

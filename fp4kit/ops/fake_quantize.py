@@ -101,8 +101,10 @@ def fake_quantize_backward(
     what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is compared in float32, never rounded to x's dtype.
     On a GPU all arrays are there, and amax is a number or a float32 array.
     Returns grad itself with pass_through, else a new array of grad's shape and dtype.
-    Raises ValueError if the shapes differ, or amax fits neither; TypeError for other dtypes.
-    Numerics: |x| = amax passes; NaN x gives 0. Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+    Raises ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError for
+        other dtypes.
+    Numerics: |x| = amax passes; NaN x gives 0, and so does a NaN amax, which no |x| is within.
+    Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
     """
     p = prepare_backward(grad, x, recipe, axis, amax)
     g = p.others["grad"]
@@ -117,14 +119,17 @@ def fake_quantize_backward(
 
 
 def prepare_backward(grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> Prepared:
-    """x, and among the others grad and amax: imported, and grad checked."""
+    """x, and among the others grad and amax: imported and checked, but for the values of an amax on a device."""
     p = prepare("fake_quantize_backward", x, recipe, axis, grad=grad, amax=amax)
     g = p.others["grad"]
     g = g if isinstance(g, type(p.x)) else as_array(g, "fake_quantize_backward: grad")
     check.check_float("fake_quantize_backward", g, "grad")
     if g.shape != p.x.shape:
         raise ValueError(f"fake_quantize_backward: grad has shape {g.shape}; needs that of x, {p.x.shape}")
-    return p._replace(others=p.others | {"grad": g})
+    given = p.others["amax"]
+    if given is not None and not (p.on_device and isinstance(given, type(p.x))):
+        given = check.check_clip_amax("fake_quantize_backward", given)
+    return p._replace(others=p.others | {"grad": g, "amax": given})
 
 
 @ieee("fake_quantize_backward")
@@ -137,7 +142,7 @@ def clip_amax(p: Prepared) -> Any:
         if amax.dtype != np.float32:
             raise TypeError(f"fake_quantize_backward: amax is {amax.dtype}; needs float32 on a device")
         return _reshape_clip_amax(amax, p)
-    host = _reshape_clip_amax(np.asarray(amax).astype(np.float32), p)
+    host = _reshape_clip_amax(amax, p)
     return loader.cupy().asarray(host) if p.on_device else host
 
 
