@@ -10,6 +10,7 @@ from fp4kit.cuda import loader
 from fp4kit.ops import check, on_device
 from fp4kit.ops.amax import amax as single_amax
 from fp4kit.ops.amax_on_device import reduced_rows
+from fp4kit.ops.each import each
 from fp4kit.ops.fake_quantize import fake_quantize_backward, prepare_backward
 from fp4kit.ops.grouped_clip import ClipGroup
 from fp4kit.ops.grouped_on_device import AmaxRows
@@ -28,9 +29,9 @@ def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = Non
     """
     arrays, _ = arrays_of("amax_grouped", xs)
     if not arrays or isinstance(arrays[0], np.ndarray):
-        return [single_amax(x, recipe, axis=axis) for x in arrays]
+        return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
     with loader.cupy().cuda.Device(arrays[0].device.id):
-        return device_amaxes([_amax_rows(x, recipe, axis) for x in arrays])
+        return device_amaxes(each("amax_grouped", lambda x: _amax_rows(x, recipe, axis), arrays))
 
 
 def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
@@ -98,8 +99,9 @@ def fake_quantize_grouped_backward(
     if len(grads) != len(arrays):
         raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
     if pass_through or not arrays or isinstance(arrays[0], np.ndarray):
-        return [
-            fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
-            for g, x, a in zip(grads, arrays, amaxes, strict=True)
-        ]
-    return ClipGroup([prepare_backward(g, x, recipe, axis, a) for g, x, a in zip(grads, arrays, amaxes, strict=True)]).clip()
+
+        def backward_one(g: Any, x: Any, a: Any) -> Any:
+            return fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
+
+        return each(op, backward_one, grads, arrays, amaxes)
+    return ClipGroup(each(op, lambda g, x, a: prepare_backward(g, x, recipe, axis, a), grads, arrays, amaxes)).clip()

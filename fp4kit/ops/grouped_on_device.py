@@ -14,6 +14,7 @@ import numpy as np
 from fp4kit.cuda import grouped, launch, loader
 from fp4kit.cuda.grouped import Launch, Matrix
 from fp4kit.ops import check, fake_on_device, on_device
+from fp4kit.ops.each import each
 from fp4kit.ops.prepare import Prepared
 from fp4kit.ops.quantize import check_codes
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
@@ -83,8 +84,7 @@ class Group:
     def __init__(
         self, op: str, prepared: Sequence[Prepared], stack: Any, layout: str, random: Sequence[Any], mask: int | None
     ) -> None:
-        for p in prepared:
-            on_device.check_block_amax(op, p)
+        each(op, lambda p: on_device.check_block_amax(op, p), prepared)
         self.prepared, self.recipe, self._op = prepared, prepared[0].recipe, op
         self._layout, self._random, self._mask, self._stacked = layout, random, mask, stack is not None
         self._device = loader.cupy().cuda.Device(prepared[0].x.device.id)
@@ -105,17 +105,17 @@ class Group:
         r, shapes = self.recipe, [p.moved.shape for p in self.prepared]
         given = [p.others.get("tensor_amax") for p in self.prepared]
         if r.tensor_scaling == "none":
-            return [a if a is None else check.check_tensor_amax(self._op, a, s, r) for a, s in zip(given, shapes, strict=True)]
+            none = lambda a, s: a if a is None else check.check_tensor_amax(self._op, a, s, r)  # noqa: E731
+            return each(self._op, none, given, shapes)
         cupy = loader.cupy()
-        pairs = [(a, s) for a, s in zip(given, shapes, strict=True) if a is not None]
-        if not pairs:
+        if all(a is None for a in given):  # they are given for all, or for none
             wanted = [check.tensor_amax_shape(s, r) for s in shapes]
             self.vector = cupy.zeros(sum(map(prod, wanted)), np.float32)
             return cut(self.vector, wanted)
-        if any(isinstance(a, cupy.ndarray) for a, _ in pairs):
-            ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, s) for a, s in pairs]
-            return [on_device.given_amax(self._op, a, s, r) for a, s in ready]
-        checked = [check.check_tensor_amax(self._op, a, s, r) for a, s in pairs]
+        if any(isinstance(a, cupy.ndarray) for a in given):
+            ready = [readable(a, self._copies) if isinstance(a, cupy.ndarray) else a for a in given]
+            return each(self._op, lambda a, s: on_device.given_amax(self._op, a, s, r), ready, shapes)
+        checked = each(self._op, lambda a, s: check.check_tensor_amax(self._op, a, s, r), given, shapes)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
 
@@ -163,8 +163,7 @@ class Group:
     def _prepare_codes(self) -> tuple[list[Quantized], list[Launch]]:
         r, moved = self.recipe, [p.moved.shape for p in self.prepared]
         on_device.check_supported(self._op, r)
-        for p in self.prepared:
-            check_codes(self._op, p, self._layout)
+        each(self._op, lambda p: check_codes(self._op, p, self._layout), self.prepared)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), loader.cupy().empty)
         scales: list[Any] = [None] * len(moved)
         if r.scale is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import cycle
+from itertools import cycle, islice
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.ops import check, quantize
+from fp4kit.ops.each import each
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward, prepare_backward
 from fp4kit.ops.grouped_clip import ClipGroup
 from fp4kit.ops.grouped_on_device import Group, cut
@@ -143,18 +144,19 @@ class GroupedPlan:
     def _prepare(self, xs: list[Any], values: dict[str, Any]) -> list[Prepared]:
         amaxes, blocks = (per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax"))
         seed = self._random["seed"]
-        return [
-            prepare(self._op, x, self.recipe, self._axis, tensor_amax=a, block_amax=b, seed=seed)
-            for x, a, b in zip(xs, amaxes, blocks, strict=True)
-        ]
+
+        def prepare_one(x: Any, amax: Any, block_amax: Any) -> Prepared:
+            return prepare(self._op, x, self.recipe, self._axis, tensor_amax=amax, block_amax=block_amax, seed=seed)
+
+        return each(self._op, prepare_one, xs, amaxes, blocks)
 
     def _make_group(self, stack: Any) -> Group:
-        random = [quantize.random_source(self._op, p, self._random["rounding"]) for p in self._prepared]
+        random = each(self._op, lambda p: quantize.random_source(self._op, p, self._random["rounding"]), self._prepared)
         moved = None if stack is None else np.moveaxis(stack, self._prepared[0].axis + 1, -1)
         return Group(self._op, self._prepared, moved, self._layout, random, self._masks()[0])
 
     def _masks(self) -> list[int | None]:
-        return [quantize.sign_mask(self._op, self._hadamard, p) for p in self._prepared]
+        return each(self._op, lambda p: quantize.sign_mask(self._op, self._hadamard, p), self._prepared)
 
     @property
     def amax_vector(self) -> Any:
@@ -175,7 +177,7 @@ class GroupedPlan:
         if self._group is not None:
             return list(self._group.amax())
         if self._vector is None:
-            return [quantize.given_amaxes(self._op, p)[0] for p in self._prepared]
+            return each(self._op, lambda p: quantize.given_amaxes(self._op, p)[0], self._prepared)
         for p, mask, amax in zip(self._prepared, self._masks(), self._amaxes, strict=True):
             amax[...] = quantize.compute_tensor_amax(p.moved, self.recipe, mask)
         return list(self._amaxes)
@@ -187,10 +189,11 @@ class GroupedPlan:
             return list(self._group.quantize(not keep_amax))
         given, outs = self._host_amaxes(keep_amax), self._codes or cycle([None])
         options = (self._layout, self._random["rounding"], self._hadamard)
-        self._codes = [
-            quantize.quantize_prepared(self._op, p._replace(others=p.others | {"tensor_amax": a}), *options, out)
-            for p, a, out in zip(self._prepared, given, outs, strict=False)
-        ]
+
+        def quantize_one(p: Prepared, amax: Any, out: Quantized | None) -> Quantized:
+            return quantize.quantize_prepared(self._op, p._replace(others=p.others | {"tensor_amax": amax}), *options, out)
+
+        self._codes = each(self._op, quantize_one, self._prepared, given, islice(outs, len(self._prepared)))
         return list(self._codes)
 
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
@@ -202,10 +205,12 @@ class GroupedPlan:
             )
         if self._group is not None:
             return list(self._group.fake_quantize(not keep_amax))
-        values = [
-            fake_quantize(p.x, self.recipe, axis=self._axis, tensor_amax=a, block_amax=p.others["block_amax"], **self._random)
-            for p, a in zip(self._prepared, self._host_amaxes(keep_amax), strict=True)
-        ]
+
+        def fake_quantize_one(p: Prepared, amax: Any) -> Any:
+            options = {"axis": self._axis, "block_amax": p.others["block_amax"]} | self._random
+            return fake_quantize(p.x, self.recipe, tensor_amax=amax, **options)
+
+        values = each(self._op, fake_quantize_one, self._prepared, self._host_amaxes(keep_amax))
         if self._values is None:
             self._values = values
         else:
@@ -222,15 +227,18 @@ class GroupedPlan:
         if len(grads) != len(self._prepared):
             raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._prepared)}; needs as many of each")
         if self._group is None or pass_through:
-            return [
-                fake_quantize_backward(
-                    g, p.x, self.recipe, axis=self._axis, amax=p.others["tensor_amax"], pass_through=pass_through
-                )
-                for g, p in zip(grads, self._prepared, strict=True)
-            ]
+
+            def backward_one(g: Any, p: Prepared) -> Any:
+                options = {"axis": self._axis, "amax": p.others["tensor_amax"], "pass_through": pass_through}
+                return fake_quantize_backward(g, p.x, self.recipe, **options)
+
+            return each(self._op, backward_one, grads, self._prepared)
         if self._clip is None or self._clip[0].changed(grads):
-            pairs = zip(grads, self._prepared, strict=True)
-            found = [prepare_backward(g, p.x, self.recipe, self._axis, p.others["tensor_amax"]) for g, p in pairs]
+
+            def prepare_one(g: Any, p: Prepared) -> Prepared:
+                return prepare_backward(g, p.x, self.recipe, self._axis, p.others["tensor_amax"])
+
+            found = each(self._op, prepare_one, grads, self._prepared)
             self._clip = Given.of(grads), ClipGroup(found)
         return self._clip[1].clip()
 
