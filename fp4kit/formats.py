@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
+
 FLT_MAX = np.finfo(np.float32).max
 FLT_MIN = np.finfo(np.float32).tiny  # smallest normal
 
@@ -99,6 +101,7 @@ class ElementFormat:
         return (1 if self.has_zero else 0) - self.bias
 
     @cached_property
+    @ieee("ElementFormat.values")  # 2^-127 of E8M0 is a subnormal, and what is cached here stays
     def values(self) -> np.ndarray:
         """float32 value of every code, in code order (2**bits entries, read-only). NaN codes are NaN."""
         codes = np.arange(2**self.bits)

@@ -104,10 +104,10 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
     """Return `x` as a NumPy array that shares its memory.
 
     Args:
-        x: a NumPy array of any dtype and any strides, which is returned as it is; a NumPy scalar, which becomes a 0-d
-            array; or an object in host memory that exports DLPack (PyTorch, JAX, ...), of a real, complex or bool type,
-            bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu, or float4_e2m1fn_x2, which arrives as uint8 (two
-            codes a byte, the even element in the low nibble).
+        x: a NumPy array of any dtype and any strides, which is returned as it is; an np.matrix, np.memmap or other subclass,
+            which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host memory that exports
+            DLPack (PyTorch, JAX, ...), of a real, complex or bool type, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu,
+            or float4_e2m1fn_x2, which arrives as uint8 (two codes a byte, the even element in the low nibble).
         name: what error messages call `x`, such as "quantize: x".
 
     Returns:
@@ -116,19 +116,30 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
         (DLPack before 1.0).
 
     Raises:
-        TypeError: `x` is no array (a list, a Python number, ...), or its DLPack dtype is none of the above.
-        ValueError: `x` is a PyTorch tensor that requires grad.
+        TypeError: `x` is no array (a list, a Python number, ...), a masked array, a tensor that is not dense memory (sparse,
+            nested, quantized), or its DLPack dtype is none of the above.
+        ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the meta
+            device.
         NotImplementedError: `x` is on a CUDA or another device.
-        BufferError: the exporter refuses, or speaks a DLPack version other than 0.x and 1.x.
+        BufferError: the exporter refuses, gives no memory, or speaks a DLPack version other than 0.x and 1.x.
     """
-    if isinstance(x, np.ndarray):
+    if type(x) is np.ndarray:
         return x
-    if isinstance(x, np.generic):
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_unmasked(x, name)
         return np.asarray(x)
     _require_host(device_name(x, name), name)
-    if getattr(x, "requires_grad", False):
-        raise ValueError(f"{name} requires grad, which a NumPy array cannot carry; pass {_variable(name)}.detach()")
     return _from_capsule(_export(x), name)
+
+
+def check_unmasked(x: Any, name: str) -> None:
+    """Raise TypeError for a masked array, whose mask would be dropped without a word. They alone can be filled."""
+    if hasattr(x, "filled"):
+        variable = _variable(name)
+        raise TypeError(
+            f"{name} is a masked array, whose mask no function here heeds; needed is a plain array; pass {variable}.filled(0), "
+            f"or {variable}.data where what is masked counts too"
+        )
 
 
 def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
@@ -166,9 +177,12 @@ def device_name(x: Any, name: str = "x") -> str:
 
     Raises:
         TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface.
+        TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see check_tensor.
     """
     if isinstance(x, (np.ndarray, np.generic)):
         return "cpu"
+    if hasattr(x, "data_ptr"):
+        check_tensor(x, name)
     if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
         kind, index = (int(part) for part in x.__dlpack_device__())
         return "cpu" if kind in _HOST_DEVICES else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
@@ -178,6 +192,28 @@ def device_name(x: Any, name: str = "x") -> str:
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
         f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
     )
+
+
+def check_tensor(x: Any, name: str = "x") -> None:
+    """Raise TypeError or ValueError for a PyTorch tensor whose values are not what its memory holds, or that has none.
+
+    DLPack carries memory alone: a tensor with the negative bit set would arrive with every sign turned.
+    """
+    variable = _variable(name)
+    if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
+        raise TypeError(f"{name} is a tensor of layout {x.layout}; needed is a dense one; pass {variable}.to_dense()")
+    if getattr(x, "is_nested", False):
+        raise TypeError(f"{name} is a nested tensor; needed is one dense tensor; pass {variable}.unbind() to a grouped function")
+    if getattr(x, "is_quantized", False):
+        raise TypeError(f"{name} is a tensor of {x.dtype}; needed are plain numbers; pass {variable}.dequantize()")
+    if getattr(x, "is_meta", False):
+        raise ValueError(f"{name} is on the meta device, which has no memory; needed are values; materialize the tensor first")
+    for bit, is_set in (("negative", "is_neg"), ("conjugate", "is_conj")):
+        if getattr(x, is_set, bool)():
+            way_out = f"{variable}.resolve_{is_set[3:]}()"
+            raise ValueError(f"{name} has the {bit} bit set, which its memory does not show; pass {way_out}")
+    if getattr(x, "requires_grad", False):
+        raise ValueError(f"{name} requires grad, which a NumPy or CuPy array cannot carry; pass {variable}.detach()")
 
 
 def _variable(name: str) -> str:
@@ -209,6 +245,8 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     dtype = _dtype(tensor.dtype, name)
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
         return np.empty(_shape(tensor), dtype)
+    if not tensor.data:
+        raise BufferError(f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed are values")
     return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
 
 

@@ -11,6 +11,7 @@ Rows are padded to 128 or 8, columns to 4, with zeros. Sources: cuBLAS block sca
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     check_layout(layout)
     if layout == "linear":
         return tuple(shape)
+    if len(shape) < 2:
+        raise ValueError(f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix")
     *lead, R, C = shape
     return (*lead, _ceil_to(R, _TILE_ROWS[layout]), _ceil_to(C, _TILE_COLUMNS))
 
@@ -57,9 +60,9 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
     """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding dropped."""
-    if layout == "linear":
-        return scales
     check_size(scales, layout, shape)
+    if layout == "linear":
+        return scales.reshape(shape)
     *lead, R, C = padded = padded_shape(shape, layout)
     if layout == "swizzled_8x4":
         full = scales.reshape(*lead, R // 8, C // 4, 8, 4).swapaxes(-3, -2).reshape(padded)
@@ -72,6 +75,8 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding included."""
+    if min(shape, default=0) < 0:
+        raise ValueError(f"unswizzle: shape is {tuple(shape)}; needs lengths >= 0, (..., R, C) of the linear scales")
     padded = padded_shape(shape, layout)
     if scales.size != int(np.prod(padded)):
         raise ValueError(
@@ -82,6 +87,7 @@ def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
 
 def pack(codes: Any) -> Any:
     """uint8 codes (..., K), K even, values below 16 -> (..., K/2) bytes: element 2j in the low nibble, 2j + 1 in the high one."""
+    _check_bytes("pack", codes)
     check_pairs(codes.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
@@ -92,16 +98,47 @@ def check_pairs(shape: tuple[int, ...]) -> None:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
 
+def _check_bytes(op: str, codes: Any) -> None:
+    if codes.dtype != np.uint8:
+        raise TypeError(f"{op}: codes are {codes.dtype}; needs uint8")
+    if not codes.ndim:
+        raise ValueError(f"{op}: codes are 0-d; needs at least one axis")
+
+
 def unpack(packed: Any) -> Any:
     """(..., K/2) bytes -> uint8 codes (..., K); inverse of pack."""
+    _check_bytes("unpack", packed)
     codes = np.empty_like(packed, shape=(*packed.shape[:-1], packed.shape[-1] * 2))
     codes[..., 0::2] = packed & 0xF
     codes[..., 1::2] = packed >> 4
     return codes
 
 
+_NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
+
+
+def _natural(op: str, name: str, n: Any, least: int) -> int:
+    """n as an int; ValueError for what is none, or less than `least`."""
+    try:
+        number = operator.index(n)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{op}: {name} is {n!r}; needs an integer of {least} or more")
+    return number
+
+
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
-    """x with zeros appended along axis up to a multiple of `multiple`; x itself where nothing is missing."""
+    """x with zeros appended along axis up to a multiple of `multiple`; x itself where nothing is missing.
+
+    x: NumPy or CuPy array of one dimension or more. Raises ValueError for a multiple that is no positive integer, an axis that x
+    does not have; TypeError for a masked array.
+    """
+    if hasattr(x, "filled"):
+        raise TypeError("pad: x is a masked array, whose mask would be lost; pass x.filled(0)")
+    multiple = _natural("pad", "multiple", multiple, 1)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS)
     missing = -x.shape[axis] % multiple
     if not missing:
         return x
@@ -114,7 +151,9 @@ def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
     """Row permutation of FlashInfer's shuffle_matrix_a: y = x[shuffle_rows(M, tile)], int64 (M,).
 
     Inside blocks of B = 32 rows (16 unless epilogue_tile % 128 == 0), new row 8 i + j is old row (B / 8) j + i.
+    Raises ValueError unless M is a multiple of B, and epilogue_tile a positive integer.
     """
+    M, epilogue_tile = _natural("shuffle_rows", "M", M, 0), _natural("shuffle_rows", "epilogue_tile", epilogue_tile, 1)
     block = 32 if epilogue_tile % 128 == 0 else 16
     if M % block:
         raise ValueError(f"shuffle_rows: M is {M}; needs a multiple of {block} for epilogue tile {epilogue_tile}")

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
+    {"arithmetic"},
     {"formats"},
     {"recipes"},
     {"layouts"},
@@ -160,7 +161,7 @@ def test_the_public_api():
 def test_no_environment_variable_changes_a_result(path):
     """The one exception reads the documented flags of fake-quantized training, when the caller asks for it by name."""
     if path.relative_to(PACKAGE).as_posix() != "training/settings.py":
-        assert not re.search(r"os\.environ|getenv|from os import .*environ", path.read_text(encoding="utf-8"))
+        assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from dataclasses import replace
+from fractions import Fraction
+from math import lcm
 
 import ml_dtypes
 import numpy as np
 import pytest
+from inputs import INPUTS, NAMES, ordinary
 
 import fp4kit
 from fp4kit.evidence.rows import ROWS
+from fp4kit.ops import compare_values
+from fp4kit.recipes import RECIPES
 
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)
 
@@ -56,6 +62,167 @@ def test_formats_that_do_not_match_compare_values_only() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match=re.escape("compare: a has shape (2,) and b (3,); needs the same shape")):
         fp4kit.compare(np.ones(2, np.float32), np.ones(3, np.float32))
+
+
+FLOATS = ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float6_e2m3fn", "float4_e2m1fn", ">f4", ">f8"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_narrow_floats_compare_as_numbers(dtype) -> None:
+    """Every value of a narrow format against itself in float32 and float64, and against its neighbour."""
+    if dtype.startswith(">"):
+        x = np.array([1.5, -3.0, np.inf, np.nan], dtype)
+    else:
+        dtype = np.dtype(dtype) if dtype == "float16" else np.dtype(getattr(ml_dtypes, dtype))
+        x = np.arange(256 ** dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+        x = x[:16] if "float4" in dtype.name else x[:64] if "float6" in dtype.name else x
+    for wide in (np.float32, np.float64):
+        with np.errstate(invalid="ignore"):  # signalling NaN
+            y = x.astype(wide)
+        assert fp4kit.compare(x, y).equal and fp4kit.compare(y, x).equal
+    shifted = np.roll(x, 1)
+    a, b = x.astype(np.float32), shifted.astype(np.float32)
+    assert fp4kit.compare(x, shifted).values[0] == np.count_nonzero((a.view("i4") != b.view("i4")) & ~(np.isnan(a) & np.isnan(b)))
+
+
+def test_float64_is_compared_in_its_own_precision() -> None:
+    a = np.array([1.0, 1.0, 5e-324, -0.0, -1.5, 0.1])
+    b = np.array([1.0, 1 + 2.0**-52, 0.0, 0.0, 1.5, np.float32(0.1)])
+    result = fp4kit.compare(a, b)
+    order = np.int64(np.float64(1.5).view(np.int64))
+    assert result.values == (5, 6) and result.max_ulp == 2 * int(order) + 1 and result.max_error == 3
+    assert result.first == ((1,), 1.0, 1 + 2.0**-52)
+    assert "first          at (1,): 1 and 1.0000000000000002" in str(result)
+    assert fp4kit.compare(np.array([0.1]), np.array([0.1], np.float32)).max_ulp == abs(
+        int(np.float64(0.1).view(np.int64)) - int(np.float64(np.float32(0.1)).view(np.int64))
+    )
+    ends = fp4kit.compare(np.array([-np.inf]), np.array([np.inf]))
+    assert ends.max_ulp == 2 * int(np.float64(np.inf).view(np.int64)) + 1  # more than an int64 holds
+
+
+@pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-40, 1.0, 1e160, 1e300])
+def test_sqnr_of_float64_of_any_size(size) -> None:
+    """Squares of 1e-200 and 1e200 are beyond float64; their ratio is not."""
+    a = np.array([3.0, -4.0, 12.0]) * size
+    b = a * (1 - 2.0**-10)
+    signal, noise = (sum(Fraction(v) ** 2 for v in part.tolist()) for part in (a, a - b))
+    expected = 10 * np.log10(float(signal / noise))
+    assert fp4kit.compare(a, b).sqnr == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.zeros(3, np.int64), np.zeros(3, np.uint8), np.zeros(3, bool), np.zeros(3, complex), np.array(["a"] * 3),
+     np.array([None] * 3), np.zeros(3, [("a", "f4")]), np.zeros(3, ml_dtypes.int4), np.zeros(3, "M8[s]"), np.zeros(3, "g")],
+    ids=lambda x: str(x.dtype),
+)  # fmt: skip
+def test_what_is_no_float_is_refused(x) -> None:
+    q = fp4kit.quantize(np.zeros((1, 16), np.float32), "nvfp4-te")
+    text = (
+        "needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; count codes and other integers that "
+        "differ with np.count_nonzero(a != b), or convert it with"
+    )
+    for a, b, name in ((x, np.zeros(3, np.float32), "a"), (np.zeros(3), x, "b"), (x, x, "a"), (q, x, "b")):
+        with pytest.raises(TypeError, match=f"^{re.escape(f'compare: {name} is {x.dtype}; {text} {name}.astype')}"):
+            fp4kit.compare(a, b)
+
+
+def whole(x, y):
+    """The differences of two float32 arrays, computed at once."""
+    differ = (x.view(np.uint32) != y.view(np.uint32)) & ~(np.isnan(x) & np.isnan(y))
+    first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
+    key = [np.where(b < 0, -(b & 0x7FFFFFFF) - 1, b) for b in (v.view(np.int32).astype(np.int64) for v in (x, y))]
+    with np.errstate(all="ignore"):
+        error = np.abs(x.astype(np.float64) - y)
+        sqnr = 10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum(error**2))
+    numbers = differ & ~np.isnan(x) & ~np.isnan(y)
+    return int(differ.sum()), first, int(np.abs(key[0] - key[1])[numbers].max(initial=0)), float(np.max(error)), float(sqnr)
+
+
+def assert_as_whole(result, x, y) -> None:
+    differing, first, ulp, error, sqnr = whole(np.array(x, order="C"), np.array(y, order="C"))
+    assert result.values == (differing, x.size) and result.max_ulp == ulp
+    assert (result.first[0] if result.first else None) == first
+    if differing:
+        assert result.first[1:] == pytest.approx((x[first], y[first]), nan_ok=True)
+        assert result.max_error == error or np.isnan([result.max_error, error]).all()
+        assert result.sqnr == pytest.approx(sqnr, rel=1e-12, nan_ok=True)
+
+
+@pytest.fixture(params=[1, 7, 64, 1000], ids=lambda n: f"boxes of {n}")
+def small_boxes(request, monkeypatch):
+    monkeypatch.setattr(compare_values, "BOX_ELEMENTS", request.param)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (50,), (5, 33), (3, 0, 2), (4, 3, 17), (2, 3, 4, 5)])
+def test_boxes_cover_everything_once(small_boxes, shape) -> None:
+    for multiples in ([1] * len(shape), [3] * len(shape)):
+        seen = np.zeros(shape, int)
+        for box in compare_values.boxes(shape, multiples):
+            seen[box] += 1
+            assert all(part.start % m == 0 for part, m in zip(box, multiples, strict=True))
+            assert seen[box].size <= max(compare_values.BOX_ELEMENTS, np.prod(multiples))
+        assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("data", INPUTS)
+def test_arrays_in_boxes(small_boxes, data) -> None:
+    x = INPUTS[data].astype(np.float32)[:40, :48]
+    y = x.copy()
+    y[3, 5:9] += 1
+    y[30:, ::7] *= -1.25
+    for a, b in ((x, y), (x.T, y.T), (x[::-1, ::3], y[::-1, ::3]), (x.reshape(4, 10, 48), y.reshape(4, 10, 48)), (x[0], y[0])):
+        assert_as_whole(fp4kit.compare(a, b), a, b)
+    assert_as_whole(fp4kit.compare(x[3, 5], y[3, 5]), np.asarray(x[3, 5]), np.asarray(y[3, 5]))
+    same = fp4kit.compare(x, x)
+    assert same.equal and same.sqnr == np.inf and same.max_error == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("small_boxes", [40, 1000], indirect=True)
+def test_quantized_in_boxes(small_boxes, name) -> None:
+    """Any recipe, axis, layout and amax is read box by box as it is read whole."""
+    r = RECIPES[name]
+    unit = lcm(r.length_multiple, r.block_rows)
+    x = np.resize(ordinary(5), (2, unit, 2 * unit) if unit > 2 else (2, 10, 34))
+    options = [{"axis": -1}, {"axis": 1}, {"axis": -1, "scale_layout": "swizzled_128x4"}]
+    if r.length_multiple == 1 or r.length_multiple == 2:
+        options.append({"axis": 0})
+    if r.tensor_scaling == "tensor":
+        options.append({"axis": -1, "tensor_amax": np.float32([3, 50])})
+    for o in options:
+        if r.scale is None and "scale_layout" in o:
+            continue
+        q = fp4kit.quantize(x, name, **o)
+        packed = q.packed.copy()
+        packed[1, -1, 3:] ^= 1
+        other = replace(q, packed=packed)
+        a, b = fp4kit.dequantize(q, np.float32), fp4kit.dequantize(other, np.float32)
+        result = fp4kit.compare(q, other)
+        assert_as_whole(result, a, b)
+        assert result.codes == (packed[1, -1, 3:].size, x.size)
+        assert fp4kit.compare(q, a).equal and fp4kit.compare(b.astype(np.float64), other).equal
+    rows, columns = fp4kit.quantize(x, name), fp4kit.quantize(x, name, axis=1)
+    assert_as_whole(fp4kit.compare(rows, columns), *(fp4kit.dequantize(q, np.float32) for q in (rows, columns)))
+
+
+def test_memory_is_bounded() -> None:
+    """On 2^22 values: arrays, a Quantized of one long row, one along another axis, and swizzled scales, copied linear."""
+    x = np.resize(X.astype(np.float32), (1024, 4096))
+    y = x * np.float32(1.001)
+    half = x.astype(ml_dtypes.bfloat16)
+    long = fp4kit.quantize(half.reshape(-1), "nvfp4-te")
+    q, columns = fp4kit.quantize(half, "nvfp4-te"), fp4kit.quantize(half, "nvfp4-te", axis=0)
+    pairs = {
+        "arrays": (x, y), "transposed": (x.T, y.T), "float64": (x, half), "long": (long, half.reshape(-1)),
+        "axes": (q, columns), "swizzled": (fp4kit.swizzle(q, "swizzled_128x4"), q),
+    }  # fmt: skip
+    for name, (a, b) in pairs.items():
+        tracemalloc.start()
+        fp4kit.compare(a, b)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 << 20, name
 
 
 @pytest.mark.parametrize("name", sorted({row.recipe for row in ROWS if not row.fake}))

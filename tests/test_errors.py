@@ -443,6 +443,78 @@ ERRORS = {
         lambda: layouts.pack(np.zeros((2, 3), np.uint8)), ValueError,
         "pack: the last axis has length 3; two codes share a byte, so it must be even",
     ),
+    "pack of integers": (
+        lambda: layouts.pack(np.zeros((2, 4), int)), TypeError,
+        "pack: codes are int64; needs uint8",
+    ),
+    "pack of one code": (
+        lambda: layouts.pack(np.uint8(3)), ValueError,
+        "pack: codes are 0-d; needs at least one axis",
+    ),
+    "unpack of floats": (
+        lambda: layouts.unpack(np.zeros(4, np.float32)), TypeError,
+        "unpack: codes are float32; needs uint8",
+    ),
+    "unpack of one byte": (
+        lambda: layouts.unpack(np.array(3, np.uint8)), ValueError,
+        "unpack: codes are 0-d; needs at least one axis",
+    ),
+    "pad to 0": (
+        lambda: layouts.pad(X, 0), ValueError,
+        "pad: multiple is 0; needs an integer of 1 or more",
+    ),
+    "pad to a negative multiple": (
+        lambda: layouts.pad(X, -16), ValueError,
+        "pad: multiple is -16; needs an integer of 1 or more",
+    ),
+    "pad to a float": (
+        lambda: layouts.pad(X, 16.0), ValueError,
+        "pad: multiple is 16.0; needs an integer of 1 or more",
+    ),
+    "pad along no axis": (
+        lambda: layouts.pad(X, 16, axis=2), ValueError,
+        "pad: axis 2 of a 2-d array; needs -2 to 1",
+    ),
+    "pad a number": (
+        lambda: layouts.pad(np.float32(1), 16), ValueError,
+        "pad: x is 0-d; needs at least one axis; use x.reshape(1)",
+    ),
+    "pad a masked array": (
+        lambda: layouts.pad(np.ma.array(X), 16), TypeError,
+        "pad: x is a masked array, whose mask would be lost; pass x.filled(0)",
+    ),
+    "padded_shape of a row": (
+        lambda: layouts.padded_shape((4,), "swizzled_8x4"), ValueError,
+        "padded_shape: shape is (4,); swizzled_8x4 needs (..., R, C), the rows and columns of a matrix",
+    ),
+    "unswizzle linear": (
+        lambda: layouts.unswizzle_scales(np.zeros((128, 4), np.uint8), "linear", (200, 4)), ValueError,
+        "unswizzle: (128, 4) holds 512 scales; linear of (200, 4) needs (200, 4), padding included",
+    ),
+    "unswizzle, public, linear": (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "linear", (200, 4)), ValueError,
+        "unswizzle: (128, 4) holds 512 scales; linear of (200, 4) needs (200, 4), padding included",
+    ),
+    "unswizzle, public": (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "swizzled_8x4", (200, 4)), ValueError,
+        "unswizzle: (128, 4) holds 512 scales; swizzled_8x4 of (200, 4) needs (200, 4), padding included",
+    ),
+    "unswizzle to a negative shape": (
+        lambda: fp4kit.unswizzle(np.zeros((128, 4), np.uint8), "swizzled_128x4", (-128, -4)), ValueError,
+        "unswizzle: shape is (-128, -4); needs lengths >= 0, (..., R, C) of the linear scales",
+    ),
+    "shuffle_rows of a negative M": (
+        lambda: layouts.shuffle_rows(-32, 128), ValueError,
+        "shuffle_rows: M is -32; needs an integer of 0 or more",
+    ),
+    "shuffle_rows of half a row": (
+        lambda: layouts.shuffle_rows(32.0, 128), ValueError,
+        "shuffle_rows: M is 32.0; needs an integer of 0 or more",
+    ),
+    "shuffle_rows without a tile": (
+        lambda: layouts.shuffle_rows(32, 0), ValueError,
+        "shuffle_rows: epilogue_tile is 0; needs an integer of 1 or more",
+    ),
     "shuffle_rows": (
         lambda: layouts.shuffle_rows(48, 128), ValueError,
         "shuffle_rows: M is 48; needs a multiple of 32 for epilogue tile 128",

@@ -272,3 +272,31 @@ def test_clipping_leaves_the_inputs_alone():
     fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=1.0, pass_through=False)
     assert_same_bits(grad, GRAD)
     assert_same_bits(x, X)
+
+
+@pytest.mark.parametrize("amax", [-1, -1e-45, [[-1.0], [2.0]], np.float64(-1e-40)], ids=str)
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_a_negative_amax_is_refused(amax, pass_through):
+    x = np.ones((2, 16), np.float32)
+    text = rf"amax holds 1 negative value\(s\) of {np.size(amax)}; needs amax >= 0, such as fp4kit\.amax\(x\)$"
+    with pytest.raises(ValueError, match=rf"^fake_quantize_backward: {text}"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax, pass_through=pass_through)
+
+
+def test_nothing_is_within_an_amax_of_nan():
+    """As where the producers compare: grad where |x| <= NaN, which is nowhere."""
+    x = np.array([[0.0, 1.0, np.nan, np.inf] * 4], np.float32)
+    out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=np.nan, pass_through=False)
+    assert_same_bits(out, np.zeros_like(x))
+    out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=-0.0, pass_through=False)
+    assert_same_bits(out, (x == 0).astype(np.float32))
+
+
+@pytest.mark.parametrize("amax", ["large", True, 1j, None], ids=str)
+def test_an_amax_that_is_no_number(amax):
+    x = np.ones((2, 16), np.float32)
+    if amax is None:
+        assert fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax) is x
+        return
+    with pytest.raises(TypeError, match=r"^fake_quantize_backward: amax is .*; needs a real number or a float array$"):
+        fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax)

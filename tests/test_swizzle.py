@@ -106,3 +106,9 @@ def test_pad() -> None:
 def test_errors(call, error, message) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_unswizzle_from_linear_is_a_reshape() -> None:
+    scales = np.arange(24, dtype=np.uint8)
+    assert_same_bits(fp4kit.unswizzle(scales, "linear", (2, 3, 4)), scales.reshape(2, 3, 4))
+    assert_same_bits(fp4kit.unswizzle(scales.reshape(6, 4), "linear", (6, 4)), scales.reshape(6, 4))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arithmetic import ieee
 from fp4kit.call.check import FLOATS
 from fp4kit.quantized import scale_shape
 from fp4kit.recipes import Recipe
@@ -65,13 +66,24 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
     return amax
 
 
+@ieee("amax")
 def _real(op: str, name: str, amax: Any) -> np.ndarray:
     """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
     array = np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         return array.astype(np.float32)
+
+
+def check_clip_amax(op: str, amax: Any) -> np.ndarray:
+    """The amax that a gradient is clipped at as float32, of any shape: not negative. NaN is one that no x is within."""
+    amax = _real(op, "amax", amax)
+    with np.errstate(invalid="ignore"):
+        negative = int(np.count_nonzero(amax < 0))
+    if negative:
+        raise ValueError(f"{op}: amax holds {negative} negative value(s) of {amax.size}; needs amax >= 0, such as fp4kit.amax(x)")
+    return amax
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint import schema
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.inspect import Checkpoint, Layer, open_checkpoint
@@ -158,6 +159,7 @@ def _optional_float(value: np.float32 | None) -> float | None:
     return None if value is None else float(value)
 
 
+@ieee("compare")
 def _layer_difference(name: str, left: _Readers, right: _Readers) -> LayerDifference:
     """Return how one quantized layer differs. Codes of different element formats all count as different."""
     a, b = _load(name, left), _load(name, right)

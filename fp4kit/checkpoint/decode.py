@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.schema import OutputFormat
 from fp4kit.layouts import unpack
 
@@ -26,6 +27,7 @@ def codes_of(fmt: OutputFormat, weight: npt.NDArray[np.uint8]) -> npt.NDArray[np
     return codes
 
 
+@ieee("decode")
 def decode(
     fmt: OutputFormat,
     codes: npt.NDArray[np.uint8],

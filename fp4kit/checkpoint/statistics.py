@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.schema import OutputFormat
 from fp4kit.layouts import pad
@@ -72,6 +73,7 @@ def _count(x: npt.NDArray[np.float64], q: Quantized, fmt: OutputFormat, rows: sl
     )
 
 
+@ieee("tally")
 def tally(x: np.ndarray, q: Quantized, fmt: OutputFormat) -> Tally:
     """Return the tally of the finite 2-D array ``x`` and of ``q``, its quantization stored as ``fmt``."""
     height = q.recipe.block[0] if q.recipe.block else 1

@@ -13,6 +13,7 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax, tensor_amax_shape
+from fp4kit.call.each import each
 from fp4kit.call.parse import Call, check_codes, naming
 from fp4kit.cuda import grouped
 from fp4kit.cuda.engine.amax import Rows, covered_by_scales
@@ -113,8 +114,8 @@ class Group:
             return cut(self.vector, wanted)
         if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
             ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs]
-            return [given_tensor_amax(self._op, a, shape, r, True) for a, shape in ready]
-        checked = [check_tensor_amax(self._op, a, shape, r) for a, shape in pairs]
+            return each(self._op, lambda pair: given_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
+        checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
 
@@ -161,8 +162,7 @@ class Group:
 
     def _prepare_codes(self) -> tuple[list[Quantized], list[Launch]]:
         r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
-        for call in self.calls:
-            check_codes(call, layout)
+        each(self._op, lambda call: check_codes(call, layout), self.calls)
         packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), interop.cupy().empty)
         scales: list[Any] = [None] * len(moved)
         if r.scale is not None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import lcm, prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import unpack, unswizzle_scales
+from fp4kit.ops.compare_values import Box, Reader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.quantized import Quantized
 
 Count = tuple[int, int]  # differing, compared
+# Floats whose every value is a float32.
+NARROW = ("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz",
+          "float8_e3m4", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")  # fmt: skip
+WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in NARROW)))
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,8 @@ class Comparison:
     """Differences of b from a; print it for a table, or test it: it is true where everything is equal.
 
     codes, scales, tensor_scales: (differing, compared); (0, 0) where there are none to compare (arrays, other formats or axes).
-    values: (differing, compared), in every bit, NaN equal to NaN. max_ulp: largest distance in float32 steps.
+    values: (differing, compared), in every bit, NaN equal to NaN. max_ulp: largest distance in steps of float32, or of
+        float64 if one of two arrays is float64.
     sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB, inf where equal. max_error: largest |a - b|.
     first: coordinate in x of the first differing value, and the two values; None where equal.
     """
@@ -51,26 +60,96 @@ class Comparison:
         if self.first is not None:
             at, x, y = self.first
             lines.append(f"  largest        {self.max_ulp:,} ulp, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB")
-            lines.append(f"  first          at {at}: {x:.9g} and {y:.9g}")
+            digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
+            lines.append(f"  first          at {at}: {x:.{digits}g} and {y:.{digits}g}")
         return "\n".join(lines)
 
 
+@ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
     """Compare two Quantized, or two arrays of one shape (a Quantized stands for its float32 values beside an array).
 
     Codes and scales are compared where both have the same formats, block and axis, in linear layout; values always.
+
+    a, b: Quantized, or arrays of float64, float32, float16, bfloat16 or an 8-bit or narrower float, of different dtypes too: they
+        compare as numbers, exactly, in float32, or in float64 if one of them is float64.
     What is on a GPU is copied to the host first, which waits for the device; a and b may be on different ones.
-    Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither.
+    Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither, integers, bool, complex and text.
+    Memory: 64 MiB at most beyond a and b, and for swizzled scales a linear copy.
+    Numerics: steps (max_ulp) are those of float32, or of float64. sqnr and max_error are computed in float64: squares are summed
+        pairwise in boxes of 2^16 values, and the boxes' sums pairwise. NaN, or infinities of one sign at one place, make
+        both NaN as soon as anything differs.
     """
     a, b = on_host("compare: a", a), on_host("compare: b", b)
-    x, y = _values(a), _values(b)
-    if x.shape != y.shape:
-        raise ValueError(f"compare: a has shape {x.shape} and b {y.shape}; needs the same shape")
+    dtype = np.result_type(*(_precision(name, part) for name, part in (("a", a), ("b", b))))
+    if a.shape != b.shape:
+        raise ValueError(f"compare: a has shape {a.shape} and b {b.shape}; needs the same shape")
+    a, b = (_linear(part) for part in (a, b))
     codes, scales, tensor_scales = (0, 0), (0, 0), (0, 0)
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         codes, scales, tensor_scales = _compare_parts(a, b)
-    values, max_ulp, max_error, sqnr, first = _compare_values(x, y)
-    return Comparison(codes, scales, tensor_scales, values, max_ulp, max_error, sqnr, first, (_name("a", a), _name("b", b)))
+    found = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
+    values, names = (found.differing, prod(a.shape)), (_name("a", a), _name("b", b))
+    if not found.differing:
+        return Comparison(codes, scales, tensor_scales, values, 0, 0.0, float("inf"), None, names)
+    with np.errstate(all="ignore"):
+        sqnr = found.sqnr
+    return Comparison(codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names)
+
+
+def _precision(name: str, a: Any) -> np.dtype:
+    """float64 for an array of float64, float32 for all other floats, whose values it holds."""
+    if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
+        return np.dtype(np.float32)
+    if a.dtype.newbyteorder("=") != np.float64:
+        raise TypeError(
+            f"compare: {name} is {a.dtype}; needs a Quantized, or float64, float32, float16, bfloat16 or a narrower float; "
+            f"count codes and other integers that differ with np.count_nonzero(a != b), or convert it with {name}.astype"
+        )
+    return np.dtype(np.float64)
+
+
+def _linear(a: Any) -> Any:
+    if not isinstance(a, Quantized) or a.block_scale is None or a.scale_layout == "linear":
+        return a
+    scales = unswizzle_scales(a.block_scale, a.scale_layout, a.scale_shape)
+    return replace(a, block_scale=scales, scale_layout="linear")
+
+
+def _reader(a: Any) -> Reader:
+    if isinstance(a, Quantized):
+        return lambda box: dequantize(part_of(a, box), np.float32)
+    return lambda box: a[box]
+
+
+def _multiples(*both: Any) -> list[int]:
+    """Where boxes of values may be cut, by axis: between the blocks of what is quantized."""
+    multiples = [1] * both[0].ndim if not isinstance(both[0], Quantized) else [1] * len(both[0].shape)
+    for q in both:
+        if isinstance(q, Quantized):
+            multiples[q.axis] = lcm(multiples[q.axis], q.recipe.length_multiple)
+    return multiples
+
+
+def part_of(q: Quantized, box: Box) -> Quantized:
+    """A box of a Quantized with linear scales, cut between blocks: in the shape of the box, without copies."""
+    *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
+
+    def cut(a: np.ndarray) -> np.ndarray:  # a's last axis has a part of the quantized one's length
+        step = q.shape[q.axis] // a.shape[-1]
+        return a[(*lead, slice(last.start // step, -(-last.stop // step)))]
+
+    def cut_tensor(a: Any) -> Any:
+        per_block = q.moved_shape[:-1] + q.scale_shape[-1:]
+        if np.ndim(a) == 0 or a.shape == per_block:
+            return a if np.ndim(a) == 0 else cut(a)
+        covered = {q.moved_shape[:-1]: tuple(lead), q.moved_shape[:1]: tuple(lead[:1])}  # rows, experts
+        return a[covered[a.shape]] if a.shape in covered else a
+
+    scales = None if q.block_scale is None else cut(q.block_scale)
+    decode_scale, amax = cut_tensor(q.tensor_scale), cut_tensor(q.tensor_amax)
+    shape = tuple(part.stop - part.start for part in box)
+    return Quantized(cut(q.packed), scales, decode_scale, amax, shape, q.dtype, q.axis, q.recipe)
 
 
 def _name(name: str, a: Any) -> str:
@@ -87,49 +166,28 @@ def on_host(name: str, a: Any) -> Any:
     return array if isinstance(array, np.ndarray) else array.get()
 
 
-def _values(a: Any) -> np.ndarray:
-    return dequantize(a, np.float32) if isinstance(a, Quantized) else a.astype(np.float32)
-
-
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     same = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not same or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
-    codes = _count(*(unpack(q.packed) if q.recipe.is_packed else q.packed for q in (a, b)))
-    scales = (0, 0)
-    if a.block_scale is not None:
-        scales = _count(*(unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape) for q in (a, b)))
+    codes = _count(a.packed, b.packed, unpack if a.recipe.is_packed else None)
+    scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
     return codes, scales, _count(a.tensor_scale, b.tensor_scale)
 
 
-def _count(a: Any, b: Any) -> Count:
-    """Differing and compared entries; NaN equals NaN. Where one is missing, or the shapes differ, all differ."""
+def _count(a: Any, b: Any, spread: Any = None) -> Count:
+    """Differing and compared entries; NaN equals NaN. Where one is missing, or the shapes differ, all differ.
+
+    spread: what makes entries of the bytes that are compared.
+    """
     if a is None and b is None:
         return 0, 0
     if a is None or b is None or np.shape(a) != np.shape(b):
         size = max(np.size(part) for part in (a, b) if part is not None)
         return size, size
-    differ = (a != b) & ~((a != a) & (b != b))
-    return int(np.count_nonzero(differ)), int(np.size(a))
-
-
-def _ordered(x: np.ndarray) -> np.ndarray:
-    """float32 as integers in the order of the values, -0 just below +0: neighbours differ by 1."""
-    bits = x.view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-
-
-def _compare_values(x: np.ndarray, y: np.ndarray) -> tuple[Any, ...]:
-    x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
-    differ = (x.view(np.uint32) != y.view(np.uint32)) & ~(np.isnan(x) & np.isnan(y))
-    count = (int(np.count_nonzero(differ)), x.size)
-    if not count[0]:
-        return count, 0, 0.0, float("inf"), None
-    at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), x.shape))
-    comparable = differ & ~np.isnan(x) & ~np.isnan(y)
-    ulp = np.abs(_ordered(x) - _ordered(y))[comparable]
-    with np.errstate(all="ignore"):
-        error = np.abs(x.astype(np.float64) - y)
-        sqnr = 10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum(error**2))
-    largest = float(np.max(error)) if not np.isnan(error).any() else float("nan")
-    return count, int(ulp.max(initial=0)), largest, float(sqnr), (at, float(x[at]), float(y[at]))
+    differing = compared = 0
+    for box in boxes(np.shape(a)):
+        x, y = (np.asarray(part)[box] if spread is None else spread(part[box]) for part in (a, b))
+        differing += int(np.count_nonzero((x != y) & ~((x != x) & (y != y))))
+        compared += x.size
+    return differing, compared

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine as cuda
 from fp4kit.reference import engine as reference
@@ -19,8 +20,15 @@ def engines_of(array: Any) -> tuple[Any, ...]:
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
     """What the first engine that does not decline gives; op: the public function that errors name.
 
-    Raises NotImplementedError with the reason of the last one where all decline.
+    What runs on the host runs in IEEE arithmetic. Raises NotImplementedError with the reason of the last one where all decline.
     """
+    if isinstance(array, np.ndarray) and not is_ieee():
+        with default_environment(op):
+            return _first(op, operation, array, arguments)
+    return _first(op, operation, array, arguments)
+
+
+def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> Any:
     reason = None
     for engine in engines_of(array):
         try:

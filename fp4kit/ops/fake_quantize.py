@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.cuda import prepared
 from fp4kit.ops.engines import run
@@ -65,13 +66,15 @@ def fake_quantize_backward(
     what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is compared in float32, never rounded to x's dtype.
     On a GPU all arrays are there, and amax is a number or a float32 array.
     Returns grad itself with pass_through, else a new array of grad's shape and dtype.
-    Raises ValueError if the shapes differ, or amax fits neither; TypeError for other dtypes.
-    Numerics: |x| = amax passes; NaN x gives 0. Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+    Raises ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError for
+        other dtypes.
+    Numerics: |x| = amax passes; NaN x gives 0, and so does a NaN amax, which no |x| is within.
+    Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
     """
     call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
+    limit = clip_amax(call, given)
     if pass_through or not call.grad.size:
         return call.grad
-    limit = clip_amax(call, given)
     if limit is None:
         limit = _reshape_clip_amax(run(call.op, "clip_amax", call.x, call), call)
     return run(call.op, "clip", call.x, call, limit)
@@ -85,7 +88,7 @@ def clip_amax(call: Call, given: Any) -> Any:
         if given.dtype != np.float32:
             raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
         return _reshape_clip_amax(given, call)
-    host = _reshape_clip_amax(np.asarray(given).astype(np.float32), call)
+    host = _reshape_clip_amax(check_clip_amax(call.op, given), call)
     return interop.cupy().asarray(host) if call.on_device else host
 
 

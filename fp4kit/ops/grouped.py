@@ -8,6 +8,7 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.call import check
+from fp4kit.call.each import each
 from fp4kit.call.parse import Hadamard, array_call, backward_call
 from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.engine.amax import amax_rows, reduced_rows
@@ -27,9 +28,9 @@ def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = Non
     """
     arrays, _ = arrays_of("amax_grouped", xs)
     if not arrays or isinstance(arrays[0], np.ndarray):
-        return [single_amax(x, recipe, axis=axis) for x in arrays]
+        return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
     with interop.cupy().cuda.Device(arrays[0].device.id):
-        return device_amaxes([_amax_rows(x, recipe, axis) for x in arrays])
+        return device_amaxes(each("amax_grouped", lambda x: _amax_rows(x, recipe, axis), arrays))
 
 
 def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
@@ -97,9 +98,10 @@ def fake_quantize_grouped_backward(
     if len(grads) != len(arrays):
         raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
     if pass_through or not arrays or isinstance(arrays[0], np.ndarray):
-        return [
-            fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
-            for g, x, a in zip(grads, arrays, amaxes, strict=True)
-        ]
-    calls = [backward_call(op, g, x, recipe, axis, a) for g, x, a in zip(grads, arrays, amaxes, strict=True)]
-    return ClipGroup([call for call, _ in calls], [clip_amax(*pair) for pair in calls]).clip()
+
+        def backward_one(g: Any, x: Any, a: Any) -> Any:
+            return fake_quantize_backward(g, x, recipe, axis=axis, amax=a, pass_through=pass_through)
+
+        return each(op, backward_one, grads, arrays, amaxes)
+    calls = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), grads, arrays, amaxes)
+    return ClipGroup([call for call, _ in calls], each(op, lambda pair: clip_amax(*pair), calls)).clip()

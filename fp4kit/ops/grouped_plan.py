@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from itertools import cycle
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.amaxes import given_tensor_amax, tensor_amax_shape
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.each import each
 from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call, check_codes, with_amaxes, with_options
 from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.group import Group, cut
@@ -146,18 +146,22 @@ class GroupedPlan:
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
         """A call for each array, with the amaxes as they were given: what is written into them later counts."""
         amaxes, blocks = (per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax"))
-        calls = []
-        for x, a, b in zip(xs, amaxes, blocks, strict=True):
-            given = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
-            call, given = array_call(self._op, x, self.recipe, self._axis, **given)
+
+        def parse_one(x: Any, a: Any, b: Any) -> Call:
+            arrays = {"tensor_amax": a, "block_amax": b, "seed": self._options.seed}
+            call, given = array_call(self._op, x, self.recipe, self._axis, **arrays)
             call = with_options(call, self._options._replace(seed=given["seed"]))
-            calls.append(call._replace(tensor_amax=given["tensor_amax"], block_amax=given["block_amax"]))
-        return calls
+            return call._replace(tensor_amax=given["tensor_amax"], block_amax=given["block_amax"])
+
+        return each(self._op, parse_one, xs, amaxes, blocks)
 
     def _make_group(self, stack: Any) -> Group:
         moved = None if stack is None else np.moveaxis(stack, self._calls[0].axis + 1, -1)
-        checked = [with_amaxes(call, None, call.block_amax)._replace(tensor_amax=call.tensor_amax) for call in self._calls]
-        return Group(checked, moved)
+
+        def check_one(call: Call) -> Call:
+            return with_amaxes(call, None, call.block_amax)._replace(tensor_amax=call.tensor_amax)
+
+        return Group(each(self._op, check_one, self._calls), moved)
 
     @property
     def amax_vector(self) -> Any:
@@ -178,7 +182,7 @@ class GroupedPlan:
         if self._group is not None:
             return list(self._group.amax())
         if self._vector is None:
-            return [given_tensor_amax(self._op, c.tensor_amax, c.moved.shape, c.recipe, False) for c in self._calls]
+            return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
         for call, amax in zip(self._calls, self._amaxes, strict=True):
             amax[...] = compute_tensor_amax(call.moved, self.recipe, call.mask)
         return list(self._amaxes)
@@ -188,12 +192,10 @@ class GroupedPlan:
         self._check_unchanged("quantize", xs)
         if self._group is not None:
             return list(self._group.quantize(not keep_amax))
-        for call in self._calls:
-            check_codes(call, call.layout)
-        outs, calls = self._codes or cycle([None]), self._host_calls(keep_amax)
-        self._codes = [
-            run(self._op, "quantize", call.x, call._replace(out=out)) for call, out in zip(calls, outs, strict=False)
-        ]
+        each(self._op, lambda call: check_codes(call, call.layout), self._calls)
+        calls = self._host_calls(keep_amax)
+        outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
+        self._codes = [run(self._op, "quantize", c.x, c._replace(out=out)) for c, out in zip(calls, outs, strict=True)]
         return list(self._codes)
 
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
@@ -223,14 +225,20 @@ class GroupedPlan:
         if len(grads) != len(self._calls):
             raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each")
         if self._group is None or pass_through:
-            return [
-                fake_quantize_backward(g, c.x, self.recipe, axis=self._axis, amax=c.tensor_amax, pass_through=pass_through)
-                for g, c in zip(grads, self._calls, strict=True)
-            ]
+
+            def backward_one(g: Any, c: Call) -> Any:
+                options = {"axis": self._axis, "amax": c.tensor_amax, "pass_through": pass_through}
+                return fake_quantize_backward(g, c.x, self.recipe, **options)
+
+            return each(self._op, backward_one, grads, self._calls)
         if self._clip is None or self._clip[0].changed(grads):
-            pairs = zip(grads, self._calls, strict=True)
-            found = [backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax) for g, c in pairs]
-            self._clip = Given.of(grads), ClipGroup([call for call, _ in found], [clip_amax(*pair) for pair in found])
+
+            def parse_one(g: Any, c: Call) -> tuple[Call, Any]:
+                return backward_call(self._op, g, c.x, self.recipe, self._axis, c.tensor_amax)
+
+            found = each(self._op, parse_one, grads, self._calls)
+            limits = each(self._op, lambda pair: clip_amax(*pair), found)
+            self._clip = Given.of(grads), ClipGroup([call for call, _ in found], limits)
         return self._clip[1].clip()
 
     def _host_calls(self, keep: bool) -> list[Call]:
@@ -238,7 +246,7 @@ class GroupedPlan:
         given = [call.tensor_amax for call in self._calls]
         if self._vector is not None:
             given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self.amax()]
-        return [with_amaxes(call, a, call.block_amax) for call, a in zip(self._calls, given, strict=True)]
+        return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, given)
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
         for name, given in self._given.items():

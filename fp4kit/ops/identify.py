@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.call import check
 from fp4kit.layouts import unpack
 from fp4kit.ops.compare import on_host
@@ -60,6 +61,7 @@ class Identification:
         return "\n".join(lines)
 
 
+@ieee("identify")
 def identify(q: Quantized, x: Any) -> Identification:
     """Rank the recipes by how many bytes of q they reproduce from x.
 

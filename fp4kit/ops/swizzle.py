@@ -45,7 +45,9 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
     if layout is None or shape is None:
         raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
     layouts.check_layout(layout)
-    return change_layout(_scales("unswizzle", q_or_scales, 0), layout, "linear", tuple(shape))
+    scales, shape = _scales("unswizzle", q_or_scales, 0), tuple(shape)
+    layouts.check_size(scales, layout, shape)
+    return change_layout(scales, layout, "linear", shape).reshape(shape)
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:

@@ -104,5 +104,5 @@ def dequantize_matrix(
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         tile_scales = None if scales is None else scales[rows, blocks]
         values = dequantize_tile(codes, tile_scales, recipe, tensor.cut(rows, blocks))
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             out[rows, columns] = values.astype(out.dtype)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
+from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
 from fp4kit.call.parse import Call, Options, quantize_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
@@ -40,6 +41,7 @@ __all__ = [
 # ---- amaxes ---------------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(all="ignore")
 def amax(call: Call) -> np.ndarray:
     """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
     if call.recipe.block is None:
@@ -59,6 +61,7 @@ def amax(call: Call) -> np.ndarray:
     return out
 
 
+@np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """Largest |x|, of all or along axes, NaN where there is one."""
     if axis is not None:
@@ -67,6 +70,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)
 
 
+@ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as "tensor"."""
     shape = tensor_amax_shape(moved.shape, r)

@@ -185,5 +185,5 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {
 
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Straight-through gradient with a clip mask: grad where |x| <= amax, else 0 (NaN x gives 0). amax is not rounded."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

@@ -8,6 +8,7 @@ from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.reference.arith import narrow_float64
 
 
+@np.errstate(all="ignore")
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     """y_j = 1/4 sum_i s_i H_ij x_i over each block of 16 along the last axis; same shape and dtype as x.
 
@@ -18,9 +19,8 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     """
     signs = 1.0 - 2.0 * ((sign_mask >> np.arange(HADAMARD_BLOCK)) & 1)
     y = x.reshape(*x.shape[:-1], -1, HADAMARD_BLOCK).astype(np.float64) * signs
-    with np.errstate(invalid="ignore", over="ignore"):
-        for distance in (1, 2, 4, 8):
-            pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
-            low, high = pairs[..., 0, :], pairs[..., 1, :]
-            y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
-        return narrow_float64(y / 4, x.dtype).reshape(x.shape)
+    for distance in (1, 2, 4, 8):
+        pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = np.stack([low + high, low - high], axis=-2).reshape(y.shape)
+    return narrow_float64(y / 4, x.dtype).reshape(x.shape)

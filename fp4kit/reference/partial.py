@@ -47,6 +47,7 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
     return padded, first
 
 
+@np.errstate(all="ignore")
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
     """amax of the owned part of each block, 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
     height, width = recipe.block or (1, 1)
@@ -64,6 +65,7 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
     return out
 
 
+@np.errstate(all="ignore")
 def partial_cast(
     shard: np.ndarray,
     out: np.ndarray,
@@ -81,8 +83,7 @@ def partial_cast(
         padded, first = _padded(shard, segment, width)
         rows = np.arange(segment.rows.start, segment.rows.stop) // height
         blocks = amax[rows, first : first + padded.shape[1] // width]
-        with np.errstate(all="ignore"):
-            codes, _ = quantize_tile(padded, row_recipe, tensor, shard.dtype, blocks, None)
+        codes, _ = quantize_tile(padded, row_recipe, tensor, shard.dtype, blocks, None)
         offset = segment.columns.start - first * width
         owned = codes[:, offset : offset + segment.columns.stop - segment.columns.start]
         write_codes(out, owned, segment.rows, segment.columns.start, recipe.is_packed)

@@ -32,6 +32,7 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
     return np.ascontiguousarray(x, np.float32)
 
 
+@np.errstate(all="ignore")
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
     """amax that the recipe's tensor scale needs, of a matrix: float32 (), (M,) for "row", (M, blocks) for "block".
 
@@ -101,6 +102,7 @@ def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> n
     return blocks * factor
 
 
+@np.errstate(all="ignore")
 def quantize_matrix(
     x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
 ) -> None:
@@ -113,15 +115,14 @@ def quantize_matrix(
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, options.hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
-        with np.errstate(all="ignore"):
-            codes, tile_scales = quantize_tile(
-                tile,
-                recipe,
-                tensor.cut(rows, blocks),
-                x.dtype,
-                None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
-                None if options.random is None else options.random(rows, columns),
-            )
+        codes, tile_scales = quantize_tile(
+            tile,
+            recipe,
+            tensor.cut(rows, blocks),
+            x.dtype,
+            None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
+            None if options.random is None else options.random(rows, columns),
+        )
         packed[rows, columns.start // step : columns.stop // step] = pack(codes) if recipe.is_packed else codes
         if scales is not None:
             scales[rows, blocks] = tile_scales

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arithmetic import ieee
 from fp4kit.call.check import check_float
 from fp4kit.interop import import_arrays
 from fp4kit.training.amax_names import AmaxName
@@ -24,6 +25,7 @@ def _xp(value: Any) -> Any:
     return np if isinstance(value, np.ndarray) else interop.cupy()
 
 
+@ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
     """A float32 copy on the device of amax; -0 becomes +0, whose bits are the smallest."""
     (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
+from fp4kit.arithmetic import ieee
 from fp4kit.call.shards import amax_shape
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
@@ -64,6 +65,7 @@ class HostStages:
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
+    @ieee("cast_master_weights")
     def amax(self) -> None:
         """Fill bits from the owned elements."""
         for t, values, shape, start in self._shards():
@@ -71,6 +73,7 @@ class HostStages:
             if self._recipe.tensor_scaling == "tensor":
                 self._whole[t] = tensor_amax(values[None], self._recipe)
 
+    @ieee("cast_master_weights")
     def scales(self) -> None:
         """Tensor scales and block scales from the reduced bits. Raises ValueError for NaN, on every process alike."""
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
@@ -83,6 +86,7 @@ class HostStages:
             if q.tensor_scale is not None:
                 q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._whole[t]
 
+    @ieee("cast_master_weights")
     def cast(self) -> None:
         """Codes of the owned elements into the matrices, and from there into the message."""
         whole = None if self._recipe.tensor_scaling == "none" else self._whole

@@ -8,11 +8,11 @@ from functools import cache
 
 import ml_dtypes
 import numpy as np
-from fp4kit.ops.check import tensor_amax_shape
 from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
+from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.cuda import launch
 from fp4kit.cuda.amax_columns import amax_columns
 from fp4kit.cuda.launch import Matrix

@@ -1,0 +1,135 @@
+"""Differences of two arrays of values, box by box: what a comparison of any size holds at a time is a few MiB."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes an element, stay in the second cache
+Box = tuple[slice, ...]
+First = tuple[tuple[int, ...], float, float]  # coordinate and both values
+_UNSIGNED = {4: np.uint32, 8: np.uint64}
+
+
+def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
+    """Cover an array with boxes of at most BOX_ELEMENTS, in a fixed order; edges at multiples of `multiples`, by axis.
+
+    Boxes are as long as can be along the last axes. A box of one multiple along every axis is made even where that is more.
+    """
+    smallest = [1] * len(shape) if multiples is None else multiples
+    steps = list(smallest)
+    for axis in reversed(range(len(shape))):
+        others = prod(steps) // steps[axis]
+        wanted = max(BOX_ELEMENTS // others // smallest[axis], 1) * smallest[axis]
+        steps[axis] = min(wanted, -(-shape[axis] // smallest[axis]) * smallest[axis]) or 1
+    starts = [range(0, n, step) for n, step in zip(shape, steps, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(slice(at, min(at + step, n)) for at, step, n in zip(corner, steps, shape, strict=True))
+
+
+@dataclass
+class Energy:
+    """Sum of squares as pairs (p, e) of p * 4^e, one a box, so that no square of a float64 leaves its range."""
+
+    parts: list[tuple[float, int]] = field(default_factory=list)
+
+    def add(self, x: np.ndarray, scaled: bool) -> None:
+        """The squares of float64 x; scaled: first divided by the power of two above the largest."""
+        top = float(np.max(np.abs(x))) if scaled else 0.0
+        exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
+        if exponent:
+            x = np.ldexp(x, -exponent)
+        self.parts.append((float(np.sum(x * x)), exponent))
+
+    def total(self) -> tuple[np.float64, int]:
+        """p and e of the whole: the boxes' sums added pairwise, in the order of the boxes."""
+        top = max((e for p, e in self.parts if p), default=0)
+        return np.sum([np.ldexp(p, 2 * (e - top)) for p, e in self.parts]), top
+
+
+@dataclass
+class Differences:
+    """What compare says of values, gathered from boxes. scaled: the values are float64, whose squares may leave its range."""
+
+    scaled: bool
+    differing: int = 0
+    max_ulp: int = 0
+    max_error: float = 0.0
+    first: First | None = None
+    signal: Energy = field(default_factory=Energy)
+    noise: Energy = field(default_factory=Energy)
+
+    def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
+        """Add a box of float32 or float64 values, and return True; False, and nothing added, if all are the same."""
+        unsigned = _UNSIGNED[x.dtype.itemsize]
+        differ = x.view(unsigned) != y.view(unsigned)
+        if differ.any():
+            differ &= ~(np.isnan(x) & np.isnan(y))
+        count = int(np.count_nonzero(differ))
+        if count:
+            self.differing += count
+            self._add_differing(x, y, differ, box)
+            self.add_errors(x, y)
+        return count > 0
+
+    def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Add to the sums of squares, and to the largest error. Of what is not finite in both, the error is NaN."""
+        wide = x.astype(np.float64, copy=False)
+        self.signal.add(wide, self.scaled)
+        error = np.abs(wide - y)
+        self.noise.add(error, self.scaled)
+        self.max_error = float(np.maximum(self.max_error, np.max(error)))
+
+    def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
+        at = np.unravel_index(int(np.argmax(differ)), x.shape)
+        place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
+        if self.first is None or place < self.first[0]:
+            self.first = place, float(x[at]), float(y[at])
+        nan = np.isnan(x) | np.isnan(y)
+        if nan.any():
+            x, y = x[~nan], y[~nan]
+        self.max_ulp = max(self.max_ulp, int(distance(x, y).max(initial=0)))
+
+    @property
+    def sqnr(self) -> float:
+        """10 log10(signal / noise) in dB."""
+        (p, e), (q, f) = self.signal.total(), self.noise.total()
+        return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
+
+
+def ordered(x: np.ndarray) -> np.ndarray:
+    """Floats, no NaN, as signed integers in the order of the values, -0 just below +0: neighbours differ by 1."""
+    bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
+    width = 8 * x.dtype.itemsize
+    return bits ^ (bits >> width - 1 & 2 ** (width - 1) - 1)  # negative ones backwards; the sign stays
+
+
+def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """How many steps lie between two floats: unsigned integers, since more lie between the ends than the signed ones count."""
+    a, b = ordered(x), ordered(y)
+    unsigned = _UNSIGNED[x.dtype.itemsize]
+    return np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
+
+
+Reader = Callable[[Box], Any]  # the values of a box
+
+
+def compare_values(read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any) -> Differences:
+    """Differences of two arrays of a shape, both of whose boxes are read as dtype, float32 or float64.
+
+    Boxes that are the same are read a second time for the sum of their squares, where others are not.
+    """
+    found, same = Differences(np.dtype(dtype) == np.float64), []
+    with np.errstate(all="ignore"):
+        for box in boxes(shape, multiples):
+            if not found.add(np.asarray(read_x(box), dtype, order="C"), np.asarray(read_y(box), dtype, order="C"), box):
+                same.append(box)
+        for box in same if found.differing else ():
+            x = np.asarray(read_x(box), dtype, order="C")
+            found.add_errors(x, x)
+    return found

@@ -1,0 +1,70 @@
+"""What all public functions of the host make of one array with one recipe: for tests that call them in unusual surroundings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+import fp4kit
+from fp4kit.distributed import SingleProcess
+from fp4kit.recipes import RECIPES
+
+
+def everything(name: str, x: np.ndarray) -> Iterator[object]:
+    """Arrays and Quantized that come of x (32, 128) and of its first 16 rows; NaN where an amax must be a number gives none."""
+    r = RECIPES[name]
+    part = np.ascontiguousarray(x[:16])
+    for a in (x, part):
+        yield fp4kit.fake_quantize(a, name)
+        yield fp4kit.amax(a, name)
+        yield fp4kit.fake_quantize_backward(a, a, name, pass_through=False)
+        yield from fp4kit.fake_quantize_grouped([a, a[:2]], name)
+    yield fp4kit.fake_quantize_backward(part, part, name, amax=1e-39, pass_through=False)
+    yield from (fp4kit.amax(part), fp4kit.amax(part, axis=1))
+    yield from (a for a in fp4kit.GroupedPlan([part, x], name).amax() if a is not None)
+    if r.fake_only:
+        return
+    for a in (x, part):
+        q = fp4kit.quantize(a, name)
+        yield q
+        yield from (fp4kit.dequantize(q, dtype) for dtype in (None, np.float32, np.float16))
+        yield from fp4kit.quantize_grouped([a, a[:2]], name)
+    yield from options(name, part)
+    if 32 % r.length_multiple == 0:
+        yield from fp4kit.quantize_both(x, name)
+    yield from shards(name, part)
+    yield from readers(fp4kit.quantize(part, name), part)
+
+
+def options(name: str, x: np.ndarray) -> Iterator[object]:
+    r = RECIPES[name]
+    if not r.element.is_integer and not r.four_over_six:
+        yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)
+    yield fp4kit.quantize(x, name, hadamard=True)
+    if r.tensor_scaling == "tensor":
+        yield from (fp4kit.quantize(x, name, tensor_amax=amax) for amax in (2e-39, 0, 1e300))
+
+
+def shards(name: str, x: np.ndarray) -> Iterator[object]:
+    r = RECIPES[name]
+    if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six:
+        return
+    amax = fp4kit.partial_amax(x.reshape(-1), x.shape, 0, name)
+    yield amax
+    if np.isnan(amax).any() or np.isnan(fp4kit.quantize(x, name).tensor_amax or 0):
+        return
+    out = np.zeros(fp4kit.quantize(x, name).packed.shape, np.uint8)
+    fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)
+    yield out
+    yield from fp4kit.cast_master_weights([fp4kit.Shard(x.reshape(-1), x.shape)], SingleProcess(), name)
+
+
+def readers(q: fp4kit.Quantized, x: np.ndarray) -> Iterator[object]:
+    """Of requantize and compare; identify is not quick enough for every recipe."""
+    for target in ("nvfp4-te", "mxfp4-ocp"):
+        requantized = fp4kit.requantize(q, target)
+        yield from (requantized.quantized, np.array([requantized.exact, requantized.changed]))
+    result = fp4kit.compare(q, np.full(x.shape, 1e-40))
+    yield np.array([result.values[0], result.max_ulp], np.uint64)
+    yield np.array([result.max_error, result.sqnr])

@@ -1,0 +1,247 @@
+"""Threads whose processor takes subnormals for zero, or rounds its own way: every function gives the bits of an ordinary one."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from everything import everything
+from inputs import BF16
+
+import fp4kit
+from fp4kit import arithmetic
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E8M0
+from fp4kit.recipes import RECIPES
+
+F32 = np.dtype(np.float32)
+DTYPES = {"f32": F32, "bf16": BF16, "f16": np.dtype(np.float16)}
+# x86-64: MXCSR is word 7 of a fenv_t: FTZ is bit 15, DAZ 6, rounding 13 and 14. aarch64: FPCR is word 0: FZ 24, rounding 22, 23.
+WORD, BITS = {
+    "x86_64": (7, {"ftz": 1 << 15, "daz": 1 << 6, "both": 1 << 15 | 1 << 6, "down": 1 << 13, "up": 1 << 14, "zero": 3 << 13}),
+    "aarch64": (0, {"both": 1 << 24, "up": 1 << 22, "down": 1 << 23, "zero": 3 << 22}),
+}.get(platform.machine(), (0, {}))
+# Exception flags that the check sets, in any mode: inexact, underflow, subnormal operand. Words 7 and 1 hold the flags.
+SET_BY_CHECK = {"x86_64": {7: 0x32}, "aarch64": {1: 0x98}}.get(platform.machine(), {})
+NEEDS_ENVIRONMENT = pytest.mark.skipif(arithmetic.environment() is None, reason="the environment cannot be set here")
+FLUSHING = [mode for mode in ("ftz", "daz", "both") if mode in BITS]
+
+
+def words() -> ctypes.Array:
+    """This thread's floating-point environment."""
+    found = (ctypes.c_uint32 * 64)()
+    arithmetic.environment()[0](found)
+    return found
+
+
+def kept(environment: ctypes.Array) -> list[int]:
+    """What a call must leave as it was: all but the flags that the check sets."""
+    return [word & ~SET_BY_CHECK.get(i, 0) for i, word in enumerate(environment)]
+
+
+@contextmanager
+def mode(name: str) -> Iterator[None]:
+    """FTZ, DAZ, both, or another rounding, in this thread."""
+    before, changed = words(), words()
+    changed[WORD] |= BITS[name]
+    _, set_ = arithmetic.environment()
+    set_(changed)
+    try:
+        yield
+    finally:
+        set_(before)
+
+
+def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
+    """(32, 128): every row of another size, from subnormals up to where scales and products are still tiny; and ordinary rows."""
+    rng = np.random.default_rng(seed)
+    lowest = -24 if dtype == np.float16 else -149
+    exponents = np.concatenate([np.linspace(lowest, lowest + 30, 28), [-10, 0, 10, 14]])
+    x = (rng.standard_normal((32, 128)) * np.exp2(exponents)[:, None]).astype(dtype)
+    x[0, :32] = np.array(2.0**lowest, dtype)  # the smallest subnormal alone
+    x[1, ::2] = -0.0
+    return x
+
+
+X = {name: tiny(dtype) for name, dtype in DTYPES.items()}
+
+
+def assert_same(found: list, expected: list) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_bits(a, b)
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_in_every_mode(name, dtype):
+    expected = list(everything(name, X[dtype]))
+    for changed in BITS:
+        with mode(changed):
+            found = list(everything(name, X[dtype]))
+        assert_same(found, expected)
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp", "int8-modelopt-channel"])
+@pytest.mark.parametrize("changed", BITS)
+def test_what_reads_quantized_arrays(name, changed):
+    """compare, identify and requantize, whose float arithmetic is their own."""
+    q = fp4kit.quantize(X["f32"][:16], name)
+    other = replace(q, packed=q.packed ^ np.uint8(1))
+
+    def results():
+        comparison = fp4kit.compare(q, other)
+        arrays = fp4kit.compare(X["f32"], np.zeros_like(X["f32"]))
+        wide = fp4kit.compare(np.array([5e-324, 1e-310]), np.zeros(2))
+        found = [str(comparison), str(arrays), arrays, wide, fp4kit.identify(q, X["f32"][:16])]
+        return found, fp4kit.requantize(q, "nvfp4-torchao")
+
+    expected, requantized = results()
+    with mode(changed):
+        found, again = results()
+    assert found == expected
+    assert_same_bits(again.quantized, requantized.quantized)
+    assert (again.exact, again.changed) == (requantized.exact, requantized.changed)
+
+
+@NEEDS_ENVIRONMENT
+def test_the_tests_modes_are_wrong():
+    """The modes that these tests set do change what NumPy computes."""
+    x = np.full(64, 3e-39, np.float32)
+    half, one = np.float32(0.5), np.float32(1)
+    for changed in FLUSHING:
+        with mode(changed):
+            flushed, seen = not (x * half).view(np.uint32).any(), arithmetic.is_ieee()
+        assert flushed and not seen, changed
+    for changed in ("up", "down", "zero"):
+        with mode(changed):
+            seen = arithmetic.is_ieee()
+        assert not seen, changed
+    assert arithmetic.is_ieee() and (one + half) == 1.5
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", BITS)
+def test_the_callers_environment_comes_back(changed):
+    """Mode and exception flags, also after an error; and functions of NumPy's own behave inside."""
+
+    @arithmetic.ieee("test")
+    def work(fail):
+        inside = arithmetic.is_ieee()
+        with np.errstate(all="raise"), pytest.raises(FloatingPointError):
+            np.float32(3e38) * np.float32(10)
+        if fail:
+            raise KeyError("lost")
+        return inside, np.full(100, 1e-30, np.float32) * np.float32(1e-10)
+
+    with mode(changed):
+        before = kept(words())
+        inside, product = work(False)
+        after = kept(words())
+        with pytest.raises(KeyError, match="lost"):
+            work(True)
+        last = kept(words())
+    assert inside and product.all()
+    assert before == after == last  # no flag of the overflow inside
+
+
+def test_the_environment_is_left_alone_where_it_is_right(monkeypatch):
+    def fail(op):
+        raise AssertionError(op)
+
+    monkeypatch.setattr(arithmetic, "default_environment", fail)
+    fp4kit.quantize(X["f32"], "nvfp4-te")
+
+
+@NEEDS_ENVIRONMENT
+def test_where_it_cannot_be_set_it_is_refused(monkeypatch):
+    text = (
+        rf"^quantize: this thread takes subnormal numbers for zero, or does not round to nearest; .* set on {sys.platform} "
+        rf"{platform.machine()}; call torch\.set_flush_denormal\(False\) first, or fp4kit in another thread"
+    )
+    with mode("both"):
+        with monkeypatch.context() as patch:
+            patch.setattr(arithmetic, "environment", lambda: None)
+            with pytest.raises(RuntimeError, match=text):
+                fp4kit.quantize(X["f32"], "nvfp4-te")
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "x86_64"), ("win32", "AMD64"), ("linux", "riscv64")])
+def test_other_platforms(monkeypatch, system, machine):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert arithmetic.environment.__wrapped__() is None
+
+
+@NEEDS_ENVIRONMENT
+def test_tables_are_right_whoever_asks_first():
+    """Values of E8M0 are kept from the first time; 2^-127 is a subnormal."""
+    with mode("both"):
+        values = replace(E8M0, name="new").values.view(np.uint32).copy()
+    assert values[0] == 0x00400000
+    assert_same_bits(values.view(np.float32), E8M0.values)
+
+
+IMPORTED_FIRST = """
+import sys, ctypes
+import numpy as np
+library = ctypes.PyDLL(None)
+environment = (ctypes.c_uint32 * 64)()
+library.fegetenv(environment)
+environment[{word}] |= {bits}
+library.fesetenv(environment)
+import fp4kit
+x = (np.arange(1, 1025, dtype=np.uint32) * 977).view(np.float32).reshape(8, 128)
+for name in ("mxfp4-ocp", "nvfp4-te", "mxfp8-te", "nvfp4-flashinfer"):
+    q = fp4kit.quantize(x, name)
+    y = fp4kit.dequantize(q)
+    print(q.packed.tobytes().hex(), q.block_scale.tobytes().hex(), y.tobytes().hex())
+"""
+
+
+@NEEDS_ENVIRONMENT
+def test_imported_in_a_wrong_mode():
+    def run(bits):
+        code = IMPORTED_FIRST.format(word=WORD, bits=bits)
+        return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True).stdout
+
+    assert run(BITS["both"]) == run(0)
+
+
+@NEEDS_ENVIRONMENT
+def test_torch_flush_denormal():
+    torch = pytest.importorskip("torch")
+    expected = {name: list(everything(name, X["f32"])) for name in ("nvfp4-te", "mxfp4-ocp", "int4-qat", "nvfp4-modelopt-fake")}
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor's mode cannot be set")
+    try:
+        seen = arithmetic.is_ieee()
+        found = {name: list(everything(name, X["f32"])) for name in expected}
+        tensor = fp4kit.fake_quantize(torch.from_numpy(X["f32"]), "nvfp4-te")
+        still = arithmetic.is_ieee()
+    finally:
+        torch.set_flush_denormal(False)
+    assert not seen and not still
+    for name, results in expected.items():
+        assert_same(found[name], results)
+    assert_same_bits(np.asarray(tensor), fp4kit.fake_quantize(X["f32"], "nvfp4-te"))
+
+
+def test_ml_dtypes_widening_needs_no_mode():
+    """Narrow floats become float32 by table or by bits, so importing an array is right in any mode."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    expected = [codes.view(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
+    for changed in FLUSHING:
+        with mode(changed):
+            found = [codes.view(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
+        assert_same(found, expected)
