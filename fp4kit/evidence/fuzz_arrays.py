@@ -85,7 +85,7 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
     def cut(flat: Any) -> Any:
         whole = flat[view.offset : end].reshape(shape).transpose(back)
-        return whole[tuple(slice(None, None, step) for step in view.steps)]
+        return whole[(*(slice(None, None, step) for step in view.steps), ...)]  # ...: a view also of no axes
 
     flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
     cut(flat)[...] = values

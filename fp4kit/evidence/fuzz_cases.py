@@ -84,7 +84,7 @@ class Options:
     cuts: tuple[float, ...] = ()  # of the flattened matrix, as parts of it
     columnwise: bool = False
     stacked: bool = False
-    keep_amax: bool = False
+    fake: bool = False  # of a plan
     fault: str = ""  # what makes the call one to be refused
 
 
@@ -142,6 +142,8 @@ class Draw:
         axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
         if operation == "transpose":
             axis = self.pick((-1, -2))
+        if ndim == 1:
+            options = replace(options, layout="linear", target_layout="linear")  # the others need the rows of a matrix
         count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return Case(operation, recipe, arrays, axis, options)
@@ -185,7 +187,7 @@ class Draw:
             cuts=tuple(float(cut) for cut in sorted(self.rng.random(self.rng.integers(0, 4)))),
             columnwise=r.block is not None and r.block[0] == r.block[1] > 1 and self.often(0.5),
             stacked=operation in GROUPED and self.often(0.4),
-            keep_amax=self.often(0.3),
+            fake=self.often(0.4),
         )
 
     # ---- arrays ---------------------------------------------------------------------------------------------------------

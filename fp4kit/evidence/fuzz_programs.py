@@ -28,6 +28,16 @@ class Ref(NamedTuple):
         """ref["packed"] and ref[0] of a reference are references to that part."""
         return Ref(self.name, (*self.path, part))
 
+    def __str__(self) -> str:
+        """As Python has it."""
+        return self.name + "".join(map(_access, self.path))
+
+
+def _access(part: Any) -> str:
+    if isinstance(part, slice):
+        return f"[{part.start}:{part.stop}]"
+    return f".{part}" if isinstance(part, str) else f"[{part}]"
+
 
 class Dtype(NamedTuple):
     """A dtype by name."""
@@ -301,7 +311,8 @@ def _plan(p: Program, case: Case) -> None:
     amaxes = _per_member(p, case, _amax, "amax", len(members))
     blocks = _per_member(p, case, _block_amax, "block_amax", len(members))
     p.call("plan", "fp4kit.GroupedPlan", xs, Ref("r"), tensor_amax=amaxes, block_amax=blocks, **options)
-    method = "quantize" if not (case.r.fake_only or case.recipe.recipe.fake_rule) else "fake_quantize"
+    fake = case.r.fake_only or (o.fake and not o.hadamard and (case.r.fake_rule is None or o.rounding == "nearest"))
+    method = "fake_quantize" if fake else "quantize"
     for step in range(2):
         found = p.call(f"found{step}", f"plan.{method}")
         given = {"hadamard": options.get("hadamard"), "scale_layout": options.get("scale_layout")} if method == "quantize" else {}
@@ -332,7 +343,8 @@ def _requantize(p: Program, case: Case) -> None:
 def _backward(p: Program, case: Case) -> None:
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
-    options = {"axis": case.axis, "amax": _amax(p, case), "pass_through": o.pass_through}
+    one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # not one per expert
+    options = {"axis": case.axis, "amax": _amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
     if o.pass_through:
         p.same(g, grad)

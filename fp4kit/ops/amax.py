@@ -54,7 +54,8 @@ def _plain_amax(x: Any, axis: Any) -> np.ndarray:
     check.check_float("amax", x)
     if not isinstance(x, np.ndarray):
         return amax_on_device.plain_amax(x, axis)
-    if axis is not None:
-        return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
-    chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
-    return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)
+    with np.errstate(invalid="ignore"):  # what a signalling NaN raises
+        if axis is not None:
+            return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
+        chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
+        return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)

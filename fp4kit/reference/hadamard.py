@@ -19,8 +19,8 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     device gives the same bits. Exact: TE's bfloat16 transform. Non-finite elements follow IEEE arithmetic (inf - inf is NaN).
     """
     signs = 1.0 - 2.0 * ((sign_mask >> np.arange(BLOCK)) & 1)
-    y = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64) * signs
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # invalid: also what a signalling NaN raises where it is widened
+        y = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64) * signs
         for distance in (1, 2, 4, 8):
             pairs = y.reshape(*y.shape[:-1], -1, 2, distance)
             low, high = pairs[..., 0, :], pairs[..., 1, :]
