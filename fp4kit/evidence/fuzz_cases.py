@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.evidence.fuzz_arrays import FINITE_KINDS, KINDS, Array, View
-from fp4kit.evidence.fuzz_recipes import Rng, Variant, draw_variant
+from fp4kit.evidence.fuzz_recipes import Variant, draw_variant
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -169,11 +169,12 @@ class Draw:
         """Options that the operation and the recipe have."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
         coded, fake = operation in _CODES, r.fake_rule is not None and operation in ("fake_quantize", "fake_quantize_grouped")
+        has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
         stochastic = floats and operation in _ROUNDED and not fake and self.often(0.25)
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))]
         return Options(
             seed=int(self.rng.integers(1 << 40)),
-            layout=self.pick(self.pool.layouts) if scaled and operation not in VALUES_ONLY and operation != "partial" else "linear",
+            layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
             hadamard=self.pick(self.pool.hadamard) if coded and self.often(0.3) else False,
             tensor_amax=self.pick(("number", "array")) if r.tensor_scaling != "none" and self.often(0.4) else "",

@@ -13,9 +13,10 @@ from fp4kit.distributed import SingleProcess
 from fp4kit.evidence import fuzz_arrays
 from fp4kit.evidence.engines import Engine, Outcome, compare
 from fp4kit.evidence.fuzz_cases import Case
-from fp4kit.evidence.fuzz_programs import Call, Dtype, Make, Ref, Same, Statement, program
+from fp4kit.evidence.fuzz_programs import program
 from fp4kit.evidence.fuzz_recipes import Variant
 from fp4kit.evidence.fuzz_replay import Place, ended
+from fp4kit.evidence.fuzz_statements import Call, Dtype, Make, Ref, Same, Statement
 from fp4kit.quantized import Quantized
 
 FUNCTIONS = {name: getattr(fuzz_arrays, name) for name in ("guarded", "touched", "overwrite", "largest", "with_codes")} | {
@@ -53,7 +54,8 @@ class Verdict(NamedTuple):
     @property
     def reason(self) -> str:
         """The text without what changes from call to call: the same for all of one kind."""
-        text = re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "N", self.text.partition(";")[0])
+        text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
+        text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 

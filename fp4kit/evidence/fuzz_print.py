@@ -12,8 +12,9 @@ from fp4kit.evidence.engines import UNSIGNED, Engine
 from fp4kit.evidence.fuzz_arrays import Array
 from fp4kit.evidence.fuzz_cases import Case
 from fp4kit.evidence.fuzz_check import Verdict, written_names
-from fp4kit.evidence.fuzz_programs import Call, Dtype, Make, Ref, Same, Statement, program
+from fp4kit.evidence.fuzz_programs import program
 from fp4kit.evidence.fuzz_recipes import Variant
+from fp4kit.evidence.fuzz_statements import Call, Dtype, Make, Ref, Same, Statement
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat
 
 LISTED = 64  # non-zero elements that are written out

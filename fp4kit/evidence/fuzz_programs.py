@@ -1,190 +1,34 @@
-"""What a case calls, as a program: recipes, arrays, calls, and statements that two results are the same.
-
-A program is data. It is run on one engine beside another (fuzz_check), and printed as Python (fuzz_print), so that what is printed
-is what ran. The statements of sameness hold on every engine: they need no second one.
-"""
+"""What each operation calls, as a program. Its statements of sameness hold on every engine: they need no second one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
-from fp4kit.evidence.fuzz_arrays import Array, View
+from fp4kit.evidence.fuzz_arguments import (
+    auxiliary,
+    block_amax,
+    codes_options,
+    decoded,
+    faulty,
+    moved_shape,
+    random_options,
+    tensor_amax,
+)
 from fp4kit.evidence.fuzz_cases import Case, Options
-from fp4kit.evidence.fuzz_recipes import Variant
+from fp4kit.evidence.fuzz_statements import Program, Ref, Statement
 from fp4kit.layouts import padded_shape
-from fp4kit.ops.check import tensor_amax_shape
 from fp4kit.quantized import packed_shape, scale_shape
-
-
-class Ref(NamedTuple):
-    """A result by name, or a part of it: attributes, indices and slices."""
-
-    name: str
-    path: tuple[Any, ...] = ()
-
-    def __getitem__(self, part: Any) -> Any:
-        """ref["packed"] and ref[0] of a reference are references to that part."""
-        return Ref(self.name, (*self.path, part))
-
-    def __str__(self) -> str:
-        """As Python has it."""
-        return self.name + "".join(map(_access, self.path))
-
-
-def _access(part: Any) -> str:
-    if isinstance(part, slice):
-        return f"[{part.start}:{part.stop}]"
-    return f".{part}" if isinstance(part, str) else f"[{part}]"
-
-
-class Dtype(NamedTuple):
-    """A dtype by name."""
-
-    name: str
-
-
-class Make(NamedTuple):
-    """target = an Array or a recipe."""
-
-    target: str
-    value: Array | Variant
-
-
-class Call(NamedTuple):
-    """target = function(*arguments, **options). function: fp4kit.name, name of fuzz_arrays, or result.method.
-
-    host_only: CuPy arrays are refused by design. writes: names of arrays that may change.
-    """
-
-    target: str
-    function: str
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    host_only: bool = False
-    writes: tuple[str, ...] = ()
-
-
-class Same(NamedTuple):
-    """Two results, or a result and a number, agree in every bit."""
-
-    a: Any
-    b: Any
-    host_only: bool = False
-
-
-Statement = Make | Call | Same
-
-
-class Program:
-    """Statements, in order."""
-
-    def __init__(self) -> None:
-        self.statements: list[Statement] = []
-
-    def make(self, target: str, value: Array | Variant) -> Ref:
-        """target = value."""
-        self.statements.append(Make(target, value))
-        return Ref(target)
-
-    def call(self, target: str, function: str, *arguments: Any, **options: Any) -> Ref:
-        """target = function(...), without the options that are None."""
-        given = {name: value for name, value in options.items() if value is not None}
-        self.statements.append(Call(target, function, arguments, given))
-        return Ref(target)
-
-    def mark(self, **fields: Any) -> None:
-        """Set fields of the latest statement."""
-        self.statements[-1] = self.statements[-1]._replace(**fields)
-
-    def same(self, a: Any, b: Any) -> None:
-        """a and b agree."""
-        self.statements.append(Same(a, b))
 
 
 def program(case: Case) -> list[Statement]:
     """The statements of a case."""
     p = Program()
     p.make("r", case.recipe)
-    _PROGRAMS[case.operation](p, _faulty(case))
+    _PROGRAMS[case.operation](p, faulty(case))
     return p.statements
-
-
-def _faulty(case: Case) -> Case:
-    """The case with its fault, where that is one of an array."""
-    fault, x = case.options.fault, case.x
-    if fault == "length" and case.r.length_multiple > 1:
-        shape = list(x.shape)
-        shape[case.axis] += 1
-        return replace(case, arrays=(replace(x, shape=tuple(shape)), *case.arrays[1:]))
-    if fault == "axis":
-        return replace(case, axis=x.ndim + 1)
-    if fault == "dtype" and x.dtype != "uint8":
-        return replace(case, arrays=(replace(x, dtype="float64", kind="constant"), *case.arrays[1:]))
-    return case
-
-
-# ---- arguments ----------------------------------------------------------------------------------------------------------
-
-
-def _moved(case: Case, x: Array) -> tuple[int, ...]:
-    """Shape with the quantized axis last; of a member of a stack."""
-    shape = x.shape[1:] if case.options.stacked else x.shape
-    axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
-    return (*shape[:axis], *shape[axis + 1 :], shape[axis])
-
-
-def _auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Array:
-    return Array(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
-
-
-def _amax(p: Program, case: Case, i: int = 0, name: str = "amax") -> Any:
-    """tensor_amax of array i: None, a number or an array."""
-    o, r = case.options, case.r
-    if o.fault == "negative amax":
-        return -1.0
-    if o.fault == "amax shape":
-        return p.make(name, _auxiliary("amaxes", "float32", (3, 5, 7), o.seed))
-    if not o.tensor_amax or r.tensor_scaling == "none":
-        return None
-    moved = _moved(case, case.arrays[0 if o.stacked else i])
-    if r.tensor_scaling == "tensor":
-        if o.tensor_amax == "number" or len(moved) < 3:
-            return (3.7, 1, 0, 1e-30, 3e38, float("inf"), 2688.0, 0.3)[(o.seed + i) % 8]
-        return p.make(name, _auxiliary("amaxes", "float32", moved[:1], o.seed + i))
-    return p.make(name, _auxiliary("amaxes", "float32", tensor_amax_shape(moved, r), o.seed + i))
-
-
-def _block_amax(p: Program, case: Case, i: int = 0, name: str = "block_amax") -> Any:
-    o = case.options
-    if not (o.block_amax and case.r.static) and o.fault != "block_amax":
-        return None
-    moved = _moved(case, case.arrays[0 if o.stacked else i])
-    return p.make(name, _auxiliary("amaxes", "float32", scale_shape(moved, case.r), o.seed + 99 + i))
-
-
-def _random(p: Program, case: Case) -> dict[str, Any]:
-    o = case.options
-    if o.fault == "seed":
-        return {"seed": 5}
-    if o.rounding == "nearest":
-        return {}
-    if o.rounding == "bytes":
-        return {"rounding": "stochastic", "seed": p.make("random", _auxiliary("bytes", "uint8", case.x.shape, o.seed + 7))}
-    return {"rounding": "stochastic", "seed": o.seed}
-
-
-def _codes_options(p: Program, case: Case) -> dict[str, Any]:
-    """Options that quantize and its kin share, but for the amaxes."""
-    o = case.options
-    layout = "swizzled" if o.fault == "layout" else o.layout
-    found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
-    return {name: value for name, value in found.items() if value is not None} | _random(p, case)
-
-
-def _decoded(o: Options) -> Dtype | None:
-    return Dtype(o.decoded) if o.decoded else None
 
 
 # ---- programs -----------------------------------------------------------------------------------------------------------
@@ -192,9 +36,9 @@ def _decoded(o: Options) -> Dtype | None:
 
 def _quantize(p: Program, case: Case) -> None:
     x = p.make("x", case.x)
-    options = _codes_options(p, case) | {"tensor_amax": _amax(p, case), "block_amax": _block_amax(p, case)}
+    options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
-    p.call("v", "fp4kit.dequantize", q, _decoded(case.options))
+    p.call("v", "fp4kit.dequantize", q, decoded(case.options))
     if not case.x.view.is_plain:
         copy = p.call("copy", "x.copy", "C")
         p.same(q, p.call("q_copy", "fp4kit.quantize", copy, Ref("r"), **options))
@@ -217,9 +61,9 @@ def _into(p: Program, o: Options, expected: Ref, function: str, *arguments: Any,
 
 def _quantize_both(p: Program, case: Case) -> None:
     x = p.make("x", case.x)
-    options = _codes_options(p, case)
+    options = codes_options(p, case)
     del options["axis"]
-    amax = _amax(p, case) if case.r.tensor_scaling == "tensor" else None
+    amax = tensor_amax(p, case) if case.r.tensor_scaling == "tensor" else None
     q = p.call("q", "fp4kit.quantize_both", x, Ref("r"), tensor_amax=amax, **options)
     hadamard = options.pop("hadamard", None)
     row = p.call("row", "fp4kit.quantize", x, Ref("r"), tensor_amax=amax, **options)
@@ -233,22 +77,27 @@ def _quantize_both(p: Program, case: Case) -> None:
 def _decode(p: Program, case: Case) -> None:
     """Any codes under any scales, padding included."""
     x, o = p.make("x", case.x), case.options
-    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **_codes_options(p, case), tensor_amax=_amax(p, case))
-    moved, r = _moved(case, case.x), case.r
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
+    moved, r = moved_shape(case, case.x), case.r
     kind = "codes of 6 bits" if r.element.bits == 6 else "bytes"
-    parts: dict[str, Any] = {"packed": p.make("packed", _auxiliary(kind, "uint8", packed_shape(moved, r), o.seed + 1))}
+    parts: dict[str, Any] = {"packed": p.make("packed", auxiliary(kind, "uint8", packed_shape(moved, r), o.seed + 1))}
     if r.scale is not None:
         shape = padded_shape(scale_shape(moved, r), o.layout)
-        parts["block_scale"] = p.make("scales", _auxiliary("bytes", "uint8", shape, o.seed + 2))
+        parts["block_scale"] = p.make("scales", auxiliary("bytes", "uint8", shape, o.seed + 2))
     q = p.call("q2", "replace", q, **parts)
-    v = p.call("v", "fp4kit.dequantize", q, _decoded(o))
+    v = p.call("v", "fp4kit.dequantize", q, decoded(o))
     if o.out:
-        _into(p, o, v, "fp4kit.dequantize", q, _decoded(o))
+        _into(p, o, v, "fp4kit.dequantize", q, decoded(o))
 
 
 def _fake_quantize(p: Program, case: Case) -> None:
     x, r = p.make("x", case.x), case.r
-    options = {"axis": case.axis, "tensor_amax": _amax(p, case), "block_amax": _block_amax(p, case), **_random(p, case)}
+    options = {
+        "axis": case.axis,
+        "tensor_amax": tensor_amax(p, case),
+        "block_amax": block_amax(p, case),
+        **random_options(p, case),
+    }
     v = p.call("v", "fp4kit.fake_quantize", x, Ref("r"), **options)
     if r.fake_rule is None and not r.fake_only:
         q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
@@ -272,9 +121,9 @@ def _per_member(p: Program, case: Case, make: Callable[..., Any], name: str, cou
 def _grouped(p: Program, case: Case) -> None:
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
-    options = {"axis": case.axis, **_random(p, case)} if fake else _codes_options(p, case)
-    amaxes = _per_member(p, case, _amax, "amax", len(members))
-    blocks = _per_member(p, case, _block_amax, "block_amax", len(members))
+    options = {"axis": case.axis, **random_options(p, case)} if fake else codes_options(p, case)
+    amaxes = _per_member(p, case, tensor_amax, "amax", len(members))
+    blocks = _per_member(p, case, block_amax, "block_amax", len(members))
     function = "fp4kit.fake_quantize" if fake else "fp4kit.quantize"
     found = p.call("found", f"{function}_grouped", xs, Ref("r"), tensor_amax=amaxes, block_amax=blocks, **options)
     singles = [
@@ -307,44 +156,45 @@ def _plan(p: Program, case: Case) -> None:
     """A plan twice, with other values in between."""
     o = case.options
     xs, members = _members(p, case)
-    options = _codes_options(p, case)
-    amaxes = _per_member(p, case, _amax, "amax", len(members))
-    blocks = _per_member(p, case, _block_amax, "block_amax", len(members))
+    options = codes_options(p, case)
+    amaxes = _per_member(p, case, tensor_amax, "amax", len(members))
+    blocks = _per_member(p, case, block_amax, "block_amax", len(members))
     p.call("plan", "fp4kit.GroupedPlan", xs, Ref("r"), tensor_amax=amaxes, block_amax=blocks, **options)
     fake = case.r.fake_only or (o.fake and not o.hadamard and (case.r.fake_rule is None or o.rounding == "nearest"))
     method = "fake_quantize" if fake else "quantize"
+    given = {name: value for name, value in options.items() if not fake or name in ("axis", "rounding", "seed")}
     for step in range(2):
         found = p.call(f"found{step}", f"plan.{method}")
-        given = {"hadamard": options.get("hadamard"), "scale_layout": options.get("scale_layout")} if method == "quantize" else {}
-        given |= {name: options.get(name) for name in ("axis", "rounding", "seed")}
         for i, x in enumerate(members):
-            single = p.call(f"single{step}{i}", f"fp4kit.{method}", x, Ref("r"), **given, **_amaxes_at(amaxes, blocks, i))
-            p.same(found[i], single)
+            amax = {"tensor_amax": _at(amaxes, i), "block_amax": _at(blocks, i)}
+            p.same(found[i], p.call(f"single{step}{i}", f"fp4kit.{method}", x, Ref("r"), **given, **amax))
         if step == 0:
-            for i, x in enumerate(members):
-                shape = case.x.shape[1:] if o.stacked else case.arrays[i].shape
-                other = p.make(f"y{i}", _auxiliary("ordinary", case.arrays[0 if o.stacked else i].dtype, shape, o.seed + 50 + i))
-                p.call(f"written{i}", "overwrite", x, other)
-                p.mark(writes=(x.name,))
+            _overwrite(p, case, members)
 
 
-def _amaxes_at(amaxes: list[Any] | None, blocks: list[Any] | None, i: int) -> dict[str, Any]:
-    return {"tensor_amax": _at(amaxes, i), "block_amax": _at(blocks, i)}
+def _overwrite(p: Program, case: Case, members: list[Ref]) -> None:
+    """Other values in the members of a group."""
+    for i, x in enumerate(members):
+        stacked = case.options.stacked
+        a = case.arrays[0 if stacked else i]
+        other = auxiliary("ordinary", a.dtype, a.shape[1:] if stacked else a.shape, case.options.seed + 50 + i)
+        p.call(f"written{i}", "overwrite", x, p.make(f"y{i}", other))
+        p.mark(writes=(x.name,))
 
 
 def _requantize(p: Program, case: Case) -> None:
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
-    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **_codes_options(p, case), tensor_amax=_amax(p, case))
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     t = p.call("t", "fp4kit.requantize", q, target)
-    p.call("v", "fp4kit.dequantize", t["quantized"], _decoded(o))
+    p.call("v", "fp4kit.dequantize", t["quantized"], decoded(o))
 
 
 def _backward(p: Program, case: Case) -> None:
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))  # not one per expert
-    options = {"axis": case.axis, "amax": _amax(p, one), "pass_through": o.pass_through}
+    options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
     if o.pass_through:
         p.same(g, grad)
@@ -353,7 +203,7 @@ def _backward(p: Program, case: Case) -> None:
 def _transpose(p: Program, case: Case) -> None:
     """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the direction."""
     x, o = p.make("x", case.x), case.options
-    options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": _amax(p, case)}
+    options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), axis=case.axis, **options)
     t = p.call("t", "fp4kit.transpose", q)
     p.same(p.call("back", "fp4kit.transpose", t), q)
@@ -363,7 +213,7 @@ def _transpose(p: Program, case: Case) -> None:
 
 def _swizzle(p: Program, case: Case) -> None:
     x, o = p.make("x", case.x), case.options
-    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **_codes_options(p, case), tensor_amax=_amax(p, case))
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
     linear = p.call("linear", "fp4kit.unswizzle", s)
     p.same(linear, p.call("straight", "fp4kit.unswizzle", q))
@@ -393,7 +243,7 @@ def _amax_program(p: Program, case: Case) -> None:
 
 def _pieces(case: Case) -> list[tuple[int, int]]:
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))
 
 
 def _partial(p: Program, case: Case) -> None:
@@ -404,8 +254,8 @@ def _partial(p: Program, case: Case) -> None:
     parts = [p.call(f"part{i}", "fp4kit.partial_amax", flat[a:b], shape, a, Ref("r")) for i, (a, b) in enumerate(pieces)]
     whole = p.call("whole", "largest", parts)
     p.same(whole, p.call("amax_of_x", "fp4kit.amax", x, Ref("r")))
-    amax = _amax(p, case, name="given")
-    before = _auxiliary("bytes", "uint8", packed_shape(shape, r), case.options.seed + 3)
+    amax = tensor_amax(p, case, name="given")
+    before = auxiliary("bytes", "uint8", packed_shape(shape, r), case.options.seed + 3)
     out, kept = p.make("out", before), p.make("before", before)
     done = pieces[: len(pieces) - (len(pieces) > 1 and case.options.pass_through)]
     for i, (a, b) in enumerate(done):
@@ -448,4 +298,3 @@ _PROGRAMS: dict[str, Callable[[Program, Case], None]] = {
     "partial": _partial,
     "master_weights": _master_weights,
 }
-

@@ -73,7 +73,7 @@ def _fewer_arrays(case: Case) -> Iterator[Case]:
 
 
 def _simpler_options(case: Case) -> Iterator[Case]:
-    defaults = {f.name: f.default for f in fields(Options)}
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Options)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
     if case.options.target is not None:
