@@ -75,6 +75,8 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
+    if not isinstance(found, Quantized):
+        return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
     for name in FACTS:
         a, b = getattr(found, name), getattr(expected, name)

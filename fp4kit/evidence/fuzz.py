@@ -1,9 +1,10 @@
 """Drawn calls of the public functions: the specification against an engine in every bit, and against itself.
 
 A case is drawn from one integer (fuzz_cases), written as a program (fuzz_programs), and run on the specification and the
-engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its copy, grouped as
-single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk (fuzz_shrink) and printed as Python
-(fuzz_print). A call that both refuse in the same words, or that the engine declines with NotImplementedError, is counted.
+engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its copy,
+grouped as single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk (fuzz_shrink) and printed
+as Python (fuzz_print). A call that both refuse in the same words is counted, and one that the engine declines with
+NotImplementedError.
 """
 
 from __future__ import annotations

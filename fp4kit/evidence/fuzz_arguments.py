@@ -34,6 +34,7 @@ def moved_shape(case: Case, x: Array) -> tuple[int, ...]:
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Array:
+    """An array in plain order beside those of the case."""
     return Array(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
@@ -50,11 +51,14 @@ def tensor_amax(p: Program, case: Case, i: int = 0, name: str = "amax") -> Any:
     if r.tensor_scaling == "tensor":
         if o.tensor_amax == "number" or len(moved) < 3:
             return (3.7, 1, 0, 1e-30, 3e38, float("inf"), 2688.0, 0.3)[(o.seed + i) % 8]
-        return p.make(name, auxiliary("amaxes", "float32", moved[:1], o.seed + i))
-    return p.make(name, auxiliary("amaxes", "float32", tensor_amax_shape(moved, r), o.seed + i))
+        shape = moved[:1]
+    else:
+        shape = tensor_amax_shape(moved, r)
+    return p.make(name, auxiliary("amaxes", "float32", (*shape, 1) if o.tensor_amax == "column" else shape, o.seed + i))
 
 
 def block_amax(p: Program, case: Case, i: int = 0, name: str = "block_amax") -> Any:
+    """block_amax of array i; None where it is not given."""
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
         return None
@@ -63,6 +67,7 @@ def block_amax(p: Program, case: Case, i: int = 0, name: str = "block_amax") -> 
 
 
 def random_options(p: Program, case: Case) -> dict[str, Any]:
+    """rounding and seed, where the rounding is stochastic."""
     o = case.options
     if o.fault == "seed":
         return {"seed": 5}
@@ -82,4 +87,5 @@ def codes_options(p: Program, case: Case) -> dict[str, Any]:
 
 
 def decoded(o: Options) -> Dtype | None:
+    """The dtype to decode to; None for the array's own."""
     return Dtype(o.decoded) if o.decoded else None

@@ -19,7 +19,7 @@ from fp4kit.quantized import Quantized
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
 FILLER = 0x5A  # the byte of gaps, margins and guards: a large number in every dtype
-MARGIN = 64  # guards before and behind an output; outputs stay at multiples of 16 bytes
+MARGIN = 64  # bytes of guards before and behind an output, which stays at a multiple of 16
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,8 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
     near = 1 + rng.choice([0, 0, 1, -0.5], (runs, 8)) * 2.0**-info.nmant
     x = rng.choice([-1.0, 1.0], (runs, 8)) * rng.choice(element.midpoints, (runs, 8)) * near
     x[rng.random(runs) < 0.6, 0] = float(element.max) * rng.choice([1, 7 / 6, 4 / 3, 1 + 2.0**-info.nmant])
-    return np.ldexp(x, exponents[:, None]).reshape(-1)[:size].reshape(shape).astype(dtype)
+    top = float(info.max)
+    return np.clip(np.ldexp(x, exponents[:, None]), -top, top).reshape(-1)[:size].reshape(shape).astype(dtype)
 
 
 def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -218,10 +219,10 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """value: a copy of an array or Quantized whose arrays lie inside buffers; step: how far apart its elements lie."""
+    """value: a copy of an array or Quantized whose arrays lie inside buffers, of bytes; of each, shape, step and dtype."""
 
     value: Any
-    buffers: list[tuple[Any, tuple[int, ...], int]]
+    buffers: list[tuple[Any, tuple[int, ...], int, np.dtype]]
 
 
 def guarded(a: Any, step: int = 1) -> Guarded:
@@ -230,24 +231,24 @@ def guarded(a: Any, step: int = 1) -> Guarded:
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
         return Guarded(replace(a, **{name: part.value for name, part in parts.items()}), buffers)
-    bits = a.view(np.uint8) if a.dtype.itemsize == 1 else a
-    whole = np.full_like(bits, FILLER, shape=(a.size * step + 2 * MARGIN,))
-    inside = _inside(whole, a.shape, step)
+    whole = np.full_like(a, FILLER, shape=(a.size * step * a.dtype.itemsize + 2 * MARGIN,), dtype=np.uint8)
+    inside = _inside(whole, a.shape, step, a.dtype)
     inside[...] = a
-    return Guarded(inside, [(whole, a.shape, step)])
+    return Guarded(inside, [(whole, a.shape, step, a.dtype)])
 
 
-def _inside(whole: Any, shape: tuple[int, ...], step: int) -> Any:
-    return whole[MARGIN:-MARGIN].reshape(*shape, step)[..., 0]
+def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
+    return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
 def touched(g: Guarded) -> int:
-    """How many guards were written to."""
+    """How many bytes of guards were written to."""
     total = 0
-    for whole, shape, step in g.buffers:
-        guards = whole.copy()
-        _inside(guards, shape, step)[...] = FILLER
-        total += int((guards != np.asarray(FILLER, guards.dtype)[()]).sum())
+    for whole, shape, step, dtype in g.buffers:
+        now, before = whole.copy(), np.full_like(whole, FILLER)
+        for guards in (now, before):
+            _inside(guards, shape, step, dtype)[...] = 0
+        total += int((now != before).sum())
     return total
 
 

@@ -28,6 +28,7 @@ OPERATIONS = (
     "plan",
     "requantize",
     "backward",
+    "backward_grouped",
     "transpose",
     "swizzle",
     "swizzle_bytes",
@@ -36,8 +37,15 @@ OPERATIONS = (
     "partial",
     "master_weights",
 )
-GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "plan")
-VALUES_ONLY = ("fake_quantize", "fake_quantize_grouped", "amax", "amax_grouped", "backward")  # what fake-only recipes have
+GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
+VALUES_ONLY = (
+    "fake_quantize",
+    "fake_quantize_grouped",
+    "amax",
+    "amax_grouped",
+    "backward",
+    "backward_grouped",
+)  # what fake-only recipes have
 FLATTENED = ("partial", "master_weights")
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
@@ -46,9 +54,13 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class Pool:
-    """What cases are drawn from. changes: the most fields of a recipe that a variant changes; largest: elements of an array."""
+    """What cases are drawn from. changes: the most fields of a recipe that a variant changes; largest: elements of an array.
+
+    variants: recipes that are drawn as they are, beside recipes.
+    """
 
     recipes: tuple[str, ...] = tuple(RECIPES)
+    variants: tuple[Variant, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     layouts: tuple[str, ...] = SCALE_LAYOUTS
     operations: tuple[str, ...] = OPERATIONS
@@ -135,7 +147,7 @@ class Draw:
     def case(self) -> Case:
         """Operation, recipe, shapes and options that fit; rarely with a fault that must be refused."""
         operation = self.pick(self.pool.operations)
-        recipe = self.variant(self.ids(operation, self.pool.recipes))
+        recipe = self.variant(operation)
         fault = self.pick(FAULTS) if self.pool.faults and self.often(0.03) else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
@@ -148,22 +160,25 @@ class Draw:
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return Case(operation, recipe, arrays, axis, options)
 
-    def ids(self, operation: str, ids: tuple[str, ...]) -> tuple[str, ...]:
-        """The recipes that an operation is defined for; all of them where that is none."""
-        return tuple(id for id in ids if _serves(operation, RECIPES[id])) or ids
+    def variants(self, operation: str) -> tuple[Variant, ...]:
+        """The recipes and variants that an operation is defined for; all of them where that is none."""
+        variants = (*map(Variant, self.pool.recipes), *self.pool.variants)
+        return tuple(variant for variant in variants if _serves(operation, variant.recipe)) or variants
 
-    def variant(self, ids: tuple[str, ...]) -> Variant:
-        """A recipe or variant that Recipe does not refuse."""
+    def variant(self, operation: str) -> Variant:
+        """A recipe or variant for an operation, which Recipe does not refuse."""
+        variants = self.variants(operation)
         for _ in range(50):
-            changes = int(self.rng.integers(1, self.pool.changes + 1)) if self.pool.changes and self.often(0.5) else 0
-            variant = draw_variant(self.rng, self.pick(ids), changes)
+            variant = self.pick(variants)
+            if not variant.changes and self.pool.changes and self.often(0.5):
+                variant = draw_variant(self.rng, variant.id, int(self.rng.integers(1, self.pool.changes + 1)))
             try:
                 _ = variant.recipe
             except (ValueError, TypeError):
                 self.refused += 1
             else:
                 return variant
-        return Variant(self.pick(ids))
+        return self.pick(variants)
 
     def options(self, operation: str, r: Recipe) -> Options:
         """Options that the operation and the recipe have."""
@@ -177,11 +192,11 @@ class Draw:
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
             hadamard=self.pick(self.pool.hadamard) if coded and self.often(0.3) else False,
-            tensor_amax=self.pick(("number", "array")) if r.tensor_scaling != "none" and self.often(0.4) else "",
+            tensor_amax=self.pick(("number", "array", "column")) if r.tensor_scaling != "none" and self.often(0.4) else "",
             block_amax=r.static and (coded or operation in _ROUNDED) and operation != "quantize_both" and self.often(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
-            target=self.variant(self.ids("quantize", self.pool.recipes)) if operation == "requantize" else None,
+            target=self.variant("quantize") if operation == "requantize" else None,
             target_layout=self.pick(self.pool.layouts),
             pass_through=self.often(0.3),
             axes=self.pick((None, 0, -1, "all")),

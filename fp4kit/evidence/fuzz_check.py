@@ -114,7 +114,10 @@ def check(case: Case, engine: Engine | None = None) -> Verdict:
     statements = program(case)
     checked = Checked([Run(Engine(np), True), *([] if engine is None else [Run(engine, False)])], written_names(statements))
     for statement in statements:
-        verdict = checked.step(statement)
+        try:
+            verdict = checked.step(statement)
+        except Exception as error:  # an engine's error that shows where results are read
+            return checked.verdict("raised", f"{type(error).__name__}: {error}", str(statement)[:50])
         if verdict is not None:
             return verdict
         checked.number += 1

@@ -18,6 +18,7 @@ from fp4kit.evidence.fuzz_statements import Call, Dtype, Make, Ref, Same, Statem
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat
 
 LISTED = 64  # non-zero elements that are written out
+_UNCOMPARED = ("guarded", "fp4kit.GroupedPlan", "fp4kit.Shard", "SingleProcess")  # functions that give no numbers
 _IMPORTS = (
     ("replace", "from dataclasses import replace"),
     ("ml_dtypes", "import ml_dtypes"),
@@ -95,7 +96,7 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
     else:
         options = [f"{name}={text(value)}" for name, value in statement.options.items()]
         lines = [f"{statement.target} = {statement.function}({', '.join([*map(text, statement.arguments), *options])})"]
-        if statement.function not in ("guarded", "fp4kit.GroupedPlan", "fp4kit.Shard", "SingleProcess"):
+        if not statement.host_only and statement.function not in _UNCOMPARED:
             lines.append(f"yield {statement.target!r}, [{', '.join([statement.target, *statement.writes])}]")
     if statement.host_only:
         lines = ["if on.host:", *("    " + line for line in lines)]

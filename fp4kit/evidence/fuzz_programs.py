@@ -44,6 +44,21 @@ def _quantize(p: Program, case: Case) -> None:
         p.same(q, p.call("q_copy", "fp4kit.quantize", copy, Ref("r"), **options))
     if case.options.out:
         _into(p, case.options, q, "fp4kit.quantize", x, Ref("r"), **options)
+    _experts(p, case, q, x, options)
+
+
+def _experts(p: Program, case: Case, q: Ref, x: Ref, options: dict[str, Any]) -> None:
+    """Each expert's part, quantized by itself with the amax that is its own."""
+    amax, ndim = options["tensor_amax"], case.x.ndim
+    along = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and ndim > 2 and case.axis % ndim > 0
+    if not along or case.options.rounding != "nearest" or options["block_amax"] is not None:
+        return
+    for i in range(min(case.x.shape[0], 3)):
+        own = options | {"axis": case.axis % ndim - ndim, "tensor_amax": amax[i]}
+        single = p.call(f"expert{i}", "fp4kit.quantize", x[i], Ref("r"), **own)
+        p.same([q["packed"][i], q["tensor_scale"][i]], [single["packed"], single["tensor_scale"]])
+        if case.r.scale is not None:
+            p.same(q["block_scale"][i], single["block_scale"])
 
 
 def _into(p: Program, o: Options, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
@@ -200,6 +215,22 @@ def _backward(p: Program, case: Case) -> None:
         p.same(g, grad)
 
 
+def _backward_grouped(p: Program, case: Case) -> None:
+    xs, members = _members(p, case)
+    o = case.options
+    grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
+    given: Any = grads[0] if o.stacked else grads
+    one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
+    amaxes = _per_member(p, one, tensor_amax, "amax", len(members))
+    options = {"axis": case.axis, "pass_through": o.pass_through}
+    found = p.call("found", "fp4kit.fake_quantize_grouped_backward", given, xs, Ref("r"), amax=amaxes, **options)
+    singles = [
+        p.call(f"single{i}", "fp4kit.fake_quantize_backward", given[i], x, Ref("r"), amax=_at(amaxes, i), **options)
+        for i, x in enumerate(members)
+    ]
+    p.same(found, singles)
+
+
 def _transpose(p: Program, case: Case) -> None:
     """Of rows and columns in their own arrays: elements of a NaN lane, and errors that 4over6 sums, follow the direction."""
     x, o = p.make("x", case.x), case.options
@@ -290,6 +321,7 @@ _PROGRAMS: dict[str, Callable[[Program, Case], None]] = {
     "plan": _plan,
     "requantize": _requantize,
     "backward": _backward,
+    "backward_grouped": _backward_grouped,
     "transpose": _transpose,
     "swizzle": _swizzle,
     "swizzle_bytes": _swizzle_bytes,

@@ -1,6 +1,6 @@
 """Programs as data: recipes, arrays, calls, and statements that two results are the same.
 
-A program is run on one engine beside another (fuzz_check) and printed as Python (fuzz_print), so that what is printed is what ran.
+A program is run on one engine beside another (fuzz_check) and printed as Python (fuzz_print): what is printed is what ran.
 """
 
 from __future__ import annotations
