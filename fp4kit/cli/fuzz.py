@@ -50,7 +50,7 @@ def _fuzz(args: argparse.Namespace) -> int:
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
     print(where if engine else f"No GPU ({where}): the specification alone, against what must hold for it")
     report = _run(args, engine, _pool(args))
-    _print(report)
+    _print(report, _pool_options(args))
     if args.json:
         Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
     return 1 if report.total("failed") else 0
@@ -63,6 +63,12 @@ def _pool(args: argparse.Namespace) -> Pool:
     if args.operations:
         chosen["operations"] = tuple(args.operations)
     return Pool(**chosen)
+
+
+def _pool_options(args: argparse.Namespace) -> str:
+    """The options of this call that a case depends on, beside its number."""
+    lists = "".join(f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name))
+    return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 
 
 def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool) -> fuzz.Report:
@@ -84,7 +90,7 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool) -> fu
         return fuzz_processes.run(work, args.seed, args.processes, progress)
 
 
-def _print(report: fuzz.Report) -> None:
+def _print(report: fuzz.Report, options: str) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=130)
     console.print(table(report))
     reasons = report.reasons.most_common()
@@ -93,7 +99,8 @@ def _print(report: fuzz.Report) -> None:
     if len(reasons) > _SHOWN:
         print(f"       and {len(reasons) - _SHOWN} more reasons")
     for failure in report.failures:
-        print(f"\n# fp4kit fuzz --case {failure.case}: {failure.kind}: {failure.text}\n# {failure.shrunk}\n{failure.script}")
+        print(f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}")
+        print(failure.script)
     calls, values = report.total("calls"), report.total("values")
     rate = calls / max(report.seconds, 1e-3)
     print(

@@ -50,8 +50,8 @@ def _quantize(p: Program, case: Case) -> None:
 def _experts(p: Program, case: Case, q: Ref, x: Ref, options: dict[str, Any]) -> None:
     """Each expert's part, quantized by itself with the amax that is its own."""
     amax, ndim = options["tensor_amax"], case.x.ndim
-    along = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and ndim > 2 and case.axis % ndim > 0
-    if not along or case.options.rounding != "nearest" or options["block_amax"] is not None:
+    alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
+    if not alone or case.options.rounding != "nearest" or options["block_amax"] is not None:
         return
     for i in range(min(case.x.shape[0], 3)):
         own = options | {"axis": case.axis % ndim - ndim, "tensor_amax": amax[i]}
