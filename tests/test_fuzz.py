@@ -125,6 +125,16 @@ def test_a_pool_of_unknown_names_is_an_error():
         Pool(operations=("quantise",))
     with pytest.raises(ValueError, match="fuzz: layouts holds nothing; needs some of linear, "):
         Pool(layouts=())
+    with pytest.raises(ValueError, match="fuzz: operations transpose are not defined for any of the recipes; take others"):
+        draw(0, Pool(recipes=("mxfp4-ocp",), operations=("transpose",)))
+
+
+def test_a_pool_of_variants():
+    variant = Variant("nvfp4-flashinfer", (("block", (16, 16)),))
+    pool = Pool(recipes=("mxfp4-ocp",), variants=(variant,), changes=0)
+    drawn = [draw(number, pool)[0] for number in range(200)]
+    assert {case.recipe for case in drawn} == {variant, Variant("mxfp4-ocp")}
+    assert {case.recipe for case in drawn if case.operation == "transpose"} == {variant}
 
 
 # ---- planted faults -----------------------------------------------------------------------------------------------------

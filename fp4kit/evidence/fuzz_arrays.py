@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit.cuda import loader
 from fp4kit.evidence.engines import PARTS, UNSIGNED
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
 from fp4kit.quantized import Quantized
@@ -231,10 +232,15 @@ def guarded(a: Any, step: int = 1) -> Guarded:
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
         return Guarded(replace(a, **{name: part.value for name, part in parts.items()}), buffers)
-    whole = np.full_like(a, FILLER, shape=(a.size * step * a.dtype.itemsize + 2 * MARGIN,), dtype=np.uint8)
+    whole = _module(a).full((a.size * step * a.dtype.itemsize + 2 * MARGIN,), FILLER, np.uint8)
     inside = _inside(whole, a.shape, step, a.dtype)
     inside[...] = a
     return Guarded(inside, [(whole, a.shape, step, a.dtype)])
+
+
+def _module(a: Any) -> Any:
+    """NumPy or CuPy, as the array is."""
+    return np if isinstance(a, np.ndarray) else loader.cupy()
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
@@ -245,7 +251,7 @@ def touched(g: Guarded) -> int:
     """How many bytes of guards were written to."""
     total = 0
     for whole, shape, step, dtype in g.buffers:
-        now, before = whole.copy(), np.full_like(whole, FILLER)
+        now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
         for guards in (now, before):
             _inside(guards, shape, step, dtype)[...] = 0
         total += int((now != before).sum())
@@ -278,4 +284,8 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 
 def _one_a_byte(a: Any, per_byte: int) -> Any:
     flat = a.reshape(-1).copy()
-    return flat if per_byte == 1 else np.stack([flat & 0xF, flat >> 4], axis=-1).reshape(-1)
+    if per_byte == 1:
+        return flat
+    codes = _module(a).empty((2 * flat.size,), np.uint8)
+    codes[0::2], codes[1::2] = flat & 0xF, flat >> 4
+    return codes

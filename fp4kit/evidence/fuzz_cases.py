@@ -7,6 +7,7 @@ written, so that a case of smaller shapes is a case, too.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import lcm, prod
 from typing import Any
 
@@ -146,9 +147,9 @@ class Draw:
 
     def case(self) -> Case:
         """Operation, recipe, shapes and options that fit; rarely with a fault that must be refused."""
-        operation = self.pick(self.pool.operations)
+        operation = self.pick(tuple(_served(self.pool)))
         recipe = self.variant(operation)
-        fault = self.pick(FAULTS) if self.pool.faults and self.often(0.03) else ""
+        fault = self.pick(FAULTS) if self.pool.faults and self.often(0.03) and operation != "plan" else ""  # a plan may wait
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
         axis = -1 if operation in _ROWS else int(self.rng.integers(-ndim, ndim))
@@ -160,14 +161,9 @@ class Draw:
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return Case(operation, recipe, arrays, axis, options)
 
-    def variants(self, operation: str) -> tuple[Variant, ...]:
-        """The recipes and variants that an operation is defined for; all of them where that is none."""
-        variants = (*map(Variant, self.pool.recipes), *self.pool.variants)
-        return tuple(variant for variant in variants if _serves(operation, variant.recipe)) or variants
-
     def variant(self, operation: str) -> Variant:
         """A recipe or variant for an operation, which Recipe does not refuse."""
-        variants = self.variants(operation)
+        variants = _served(self.pool)[operation]
         for _ in range(50):
             variant = self.pick(variants)
             if not variant.changes and self.pool.changes and self.often(0.5):
@@ -196,7 +192,7 @@ class Draw:
             block_amax=r.static and (coded or operation in _ROUNDED) and operation != "quantize_both" and self.often(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
-            target=self.variant("quantize") if operation == "requantize" else None,
+            target=self.variant("requantize") if operation == "requantize" else None,
             target_layout=self.pick(self.pool.layouts),
             pass_through=self.often(0.3),
             axes=self.pick((None, 0, -1, "all")),
@@ -267,6 +263,16 @@ def _serves(operation: str, r: Recipe) -> bool:
     if operation == "transpose":
         return r.block is not None and r.block[0] > 1
     return r.scale is not None if operation in ("swizzle",) else True
+
+
+@cache
+def _served(pool: Pool) -> dict[str, tuple[Variant, ...]]:
+    """The recipes and variants of a pool that each operation is defined for; operations without any are left out."""
+    variants = (*map(Variant, pool.recipes), *pool.variants)
+    served = {name: tuple(variant for variant in variants if _serves(name, variant.recipe)) for name in pool.operations}
+    if not any(served.values()):
+        raise ValueError(f"fuzz: operations {', '.join(pool.operations)} are not defined for any of the recipes; take others")
+    return {name: found for name, found in served.items() if found}
 
 
 def draw(seed: int, pool: Pool) -> tuple[Case, int]:
