@@ -112,3 +112,11 @@ def test_errors():
         fp4kit.amax(np.zeros((2, 40), np.float32), "mxfp4")
     with pytest.raises(ValueError, match=r"axis 2 .*2"):
         fp4kit.amax(np.zeros((2, 40), np.float32), axis=2)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 0x7F800001), (np.float16, 0x7C01), (BF16, 0x7F81)])
+@pytest.mark.parametrize("axis", [None, 0, 1])
+def test_a_signalling_nan_gives_nan_and_no_warning(dtype, bits, axis):
+    x = np.ones((2, 160), dtype)
+    x.view(f"u{x.itemsize}")[:, 3] = bits
+    assert np.isnan(fp4kit.amax(x, axis=axis)).any()

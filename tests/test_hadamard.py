@@ -56,3 +56,11 @@ def test_hadamard_comes_before_everything(name, hadamard):
     for x in (ORDINARY, FINITE["bf16"]):
         transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
         assert_same_bits(fp4kit.quantize(x, name, hadamard=hadamard), fp4kit.quantize(transformed, name))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 0x7F800001), (np.float16, 0x7C01), (BF16, 0x7F81)])
+def test_a_signalling_nan_gives_nan_and_no_warning(dtype, bits):
+    x = np.ones((2, 32), dtype)
+    x.view(f"u{x.itemsize}")[:, 3] = bits
+    y = hadamard_blocks(x).astype(np.float32)
+    assert np.isnan(y[:, :16]).all() and np.isfinite(y[:, 16:]).all()

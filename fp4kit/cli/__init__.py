@@ -1,4 +1,4 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare | selftest."""
+"""The command line: fp4kit recipes | formats | convert | inspect | compare | selftest | fuzz."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from fp4kit import __version__
-from fp4kit.cli import checkpoint, recipes, selftest
+from fp4kit.cli import checkpoint, fuzz, recipes, selftest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,6 +24,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp4kit", description="Bit-exact numerics of 4-bit floating point.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fp4kit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for group in (recipes, checkpoint, selftest):
+    for group in (recipes, checkpoint, selftest, fuzz):
         group.register(commands)
     return parser

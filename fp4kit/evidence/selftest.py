@@ -10,20 +10,20 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from copy import copy
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit.evidence import fuzz
 from fp4kit.evidence.check import Operations, check_row
+from fp4kit.evidence.engines import UNSIGNED, Engine, Outcome, attempt, compare
+from fp4kit.evidence.fuzz_cases import Pool
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.sweep import SWEEPS, Sweep, differences
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.ops.amax import amax
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
@@ -44,23 +44,6 @@ QUICK = (
     "fp8-modelopt",
 )
 SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp8-te")
-_PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-class Outcome(NamedTuple):
-    """How many values were compared and differ; the first difference; what could not be compared, and why."""
-
-    values: int = 0
-    differing: int = 0
-    first: str = ""
-    skipped: tuple[str, ...] = ()
-
-    def __add__(self, other: object) -> Outcome:
-        if not isinstance(other, Outcome):
-            return NotImplemented
-        total, wrong = self.values + other.values, self.differing + other.differing
-        return Outcome(total, wrong, self.first or other.first, (*self.skipped, *other.skipped))
 
 
 class Task(NamedTuple):
@@ -84,61 +67,6 @@ class Finished(NamedTuple):
         return bool(self.outcome.differing or self.error)
 
 
-class Engine:
-    """Calls of the public functions with NumPy arrays in and out, whose arrays lie where an array module has them meanwhile."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def put(self, a: Any) -> Any:
-        """An array, or the arrays of a Quantized, for the functions; anything else as it is."""
-        if isinstance(a, Quantized):
-            return replace(a, **{name: self.put(getattr(a, name)) for name in _PARTS})
-        return self.module.asarray(a) if isinstance(a, np.ndarray) else a
-
-    def get(self, a: Any) -> Any:
-        """The NumPy array, or Quantized of NumPy arrays, of a result."""
-        if isinstance(a, Quantized):
-            found = copy(a)  # unchecked: what a device gave wrong is to be compared
-            for name in _PARTS:
-                object.__setattr__(found, name, self.get(getattr(a, name)))
-            return found
-        return a.get() if hasattr(a, "get") else a
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """function of the moved arguments."""
-        moved = {name: self.put(value) for name, value in options.items()}
-        return self.get(function(*map(self.put, arguments), **moved))
-
-
-def compare(found: Any, expected: Any, what: str) -> Outcome:
-    """Two arrays, or two Quantized part by part."""
-    if isinstance(expected, Quantized):
-        pairs = [(getattr(found, name), getattr(expected, name), f"{what}: {name}") for name in _PARTS]
-        return sum((compare(*pair) for pair in pairs if pair[1] is not None), Outcome())
-    a, b = np.ascontiguousarray(found), np.ascontiguousarray(expected)
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return Outcome(b.size, max(b.size, 1), f"{what}: {a.dtype} {a.shape} instead of {b.dtype} {b.shape}")
-    unsigned = _UNSIGNED[b.dtype.itemsize]
-    differ = a.view(unsigned) != b.view(unsigned)
-    if b.dtype != np.uint8 and differ.any():
-        differ &= ~(np.isnan(a.astype(np.float32)) & np.isnan(b.astype(np.float32)))
-    wrong = int(np.count_nonzero(differ))
-    if not wrong:
-        return Outcome(b.size)
-    at = np.unravel_index(int(np.argmax(differ)), b.shape)
-    first = f"{what}: at {tuple(map(int, at))} {a.view(unsigned)[at]:#x} instead of {b.view(unsigned)[at]:#x}"
-    return Outcome(b.size, wrong, first)
-
-
-def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """The outcome, or what was skipped where there is no kernel."""
-    try:
-        return call()
-    except NotImplementedError as error:
-        return Outcome(skipped=(f"{what}: {error}",))
-
-
 # ---- inputs -------------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +80,7 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
     """Every bit pattern is as likely as any other; finite: infinities and NaN become zeros."""
-    unsigned = _UNSIGNED[dtype.itemsize]
+    unsigned = UNSIGNED[dtype.itemsize]
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
@@ -210,40 +138,9 @@ def _fake(engine: Engine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
     return compare(engine.call(fake_quantize, x, r), fake_quantize(x, r), f"{what}: fake_quantize")
 
 
-def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int) -> Outcome:
-    """Arrays of random shape, strides, alignment, axis, layout and rounding."""
-    rng = np.random.default_rng(seed)
-    total = Outcome()
-    for number in range(count):
-        r = RECIPES[ids[rng.integers(len(ids))]]
-        total += attempt(partial(_fuzz, engine, r, rng, f"{r.id} case {seed}.{number}"), f"{r.id}: some random calls")
-    return total
-
-
-def _fuzz(engine: Engine, r: Recipe, rng: np.random.Generator, what: str) -> Outcome:
-    dtype = FLOATS[rng.integers(3)]
-    ndim = int(rng.integers(1, 4))
-    axis = int(rng.integers(ndim))
-    shape = [int(n) for n in rng.integers(0 if rng.random() < 0.05 else 1, 40, ndim)]
-    shape[axis] = r.length_multiple * int(rng.integers(1, 6))
-    steps, order = rng.choice([1, 1, 1, 2, -1], ndim), rng.permutation(ndim)
-    whole = [shape[i] * abs(int(steps[i])) for i in order]
-    offset = int(rng.integers(0, 9)) if rng.random() < 0.5 else 0
-    flat = ordinary(dtype, (int(np.prod(whole)) + offset,), int(rng.integers(1 << 30)))
-
-    def view(a: Any) -> Any:
-        cut = a[offset:].reshape(whole).transpose(np.argsort(order).tolist())
-        return cut[tuple(slice(None, None, int(step)) for step in steps)]
-
-    options: dict[str, Any] = {"axis": axis}
-    if ndim > 1 and r.scale is not None:
-        options["scale_layout"] = SCALE_LAYOUTS[rng.integers(3)]
-    if not r.element.is_integer and not r.four_over_six and rng.random() < 0.2:
-        options |= {"rounding": "stochastic", "seed": int(rng.integers(1 << 40))}
-    expected = quantize(view(flat), r, **options)
-    found = engine.get(quantize(view(engine.put(flat)), r, **options))
-    what = f"{what} {dtype} {tuple(shape)} steps {steps.tolist()} {options}"
-    return compare(found, expected, what) + compare(engine.call(dequantize, expected), dequantize(expected), f"{what} decoded")
+def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
+    """Drawn calls of recipes, and of variants with up to `changes` changed fields."""
+    return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
 def large(engine: Engine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
@@ -311,7 +208,8 @@ def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
         tasks += [Task("recorded outputs of the producers", id, partial(recorded, engine, golden, id)) for id in names]
     tasks += [Task("adversarial blocks and random bits", id, partial(specification, engine, id, quick)) for id in ids]
     for seed in range(2 if quick else 20):
-        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", partial(fuzzed, engine, ids, seed, 50)))
+        drawn = partial(fuzzed, engine, ids, seed, 50, 0 if quick else 1)
+        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", drawn))
     return tasks
 
 

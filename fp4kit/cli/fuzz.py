@@ -1,0 +1,119 @@
+"""The command fuzz: drawn calls, a line of progress while it runs, then counts and what reproduces a failure."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fp4kit.evidence import fuzz, fuzz_processes
+from fp4kit.evidence.fuzz_cases import OPERATIONS, Pool
+from fp4kit.recipes import recipe
+
+_SHOWN = 20  # reasons why calls were refused or declined
+
+
+def register(commands: Any) -> None:
+    """Add the command to the subparsers of fp4kit."""
+    parser = commands.add_parser(
+        "fuzz",
+        help="compare drawn calls on the GPU with the specification, in every bit",
+        description="Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in every "
+        "bit, and check what must hold on each. Without a GPU, the specification alone. Exit status: 0 nothing is wrong, "
+        "1 something is, 2 an error.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
+    parser.add_argument("--cases", type=int, metavar="K", help="stop after so many cases of each process")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
+    parser.add_argument("--case", type=int, metavar="SEED", help="draw the one case of this number, as a failure names it")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="how many, with seeds N, N + 1, ... (default: 1)")
+    parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw from these recipes and their variants")
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help=f"draw from these: {', '.join(OPERATIONS)}")
+    parser.add_argument("--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)")
+    parser.add_argument("--host", action="store_true", help="the specification alone, also where there is a GPU")
+    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.set_defaults(func=_fuzz)
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    for name, least in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} is {getattr(args, name)}; needs {least} or more")
+    engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
+    print(where if engine else f"No GPU ({where}): the specification alone, against what must hold for it")
+    report = _run(args, engine, _pool(args))
+    _print(report, _pool_options(args))
+    if args.json:
+        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    return 1 if report.total("failed") else 0
+
+
+def _pool(args: argparse.Namespace) -> Pool:
+    chosen: dict[str, Any] = {"changes": args.changes}
+    if args.recipes:
+        chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
+    if args.operations:
+        chosen["operations"] = tuple(args.operations)
+    return Pool(**chosen)
+
+
+def _pool_options(args: argparse.Namespace) -> str:
+    """The options of this call that a case depends on, beside its number."""
+    lists = "".join(f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name))
+    return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
+
+
+def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool) -> fuzz.Report:
+    if args.case is not None:
+        return fuzz.run_case(engine, args.case, pool=pool)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("drawing", calls=0, failed=0)
+
+        def progress(calls: int, failed: int) -> None:
+            fields = bar.tasks[0].fields
+            calls, failed = fields["calls"] + calls, fields["failed"] + failed
+            rate = calls / max(bar.tasks[0].elapsed or 0, 1e-3)
+            bar.update(task, calls=calls, failed=failed, description=f"{calls:,} calls, {rate:,.0f}/s, {failed} failures")
+
+        if args.processes == 1:
+            return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
+        work = fuzz_processes.Work(args.seconds, args.cases, pool, 10.0, engine is not None)
+        return fuzz_processes.run(work, args.seed, args.processes, progress)
+
+
+def _print(report: fuzz.Report, options: str) -> None:
+    console = Console() if sys.stdout.isatty() else Console(width=130)
+    console.print(table(report))
+    reasons = report.reasons.most_common()
+    for reason, number in reasons[:_SHOWN]:
+        print(f"{number:6} {reason}")
+    if len(reasons) > _SHOWN:
+        print(f"       and {len(reasons) - _SHOWN} more reasons")
+    for failure in report.failures:
+        print(f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}")
+        print(failure.script)
+    calls, values = report.total("calls"), report.total("values")
+    rate = calls / max(report.seconds, 1e-3)
+    print(
+        f"{report.total('cases'):,} cases, {calls:,} calls ({rate:,.0f}/s), {values:,} values compared, "
+        f"{report.total('failed'):,} failures; {report.redrawn} variants drawn anew; {report.seconds:.0f} s"
+    )
+
+
+def table(report: fuzz.Report) -> Table:
+    """One row for each operation: what was drawn, and what came of it."""
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("operation", *fuzz.COUNTED):
+        result.add_column(column, justify="left" if column == "operation" else "right")
+    for operation in sorted(report.operations):
+        result.add_row(operation, *(f"{report.operations[operation][name]:,}" for name in fuzz.COUNTED))
+    return result

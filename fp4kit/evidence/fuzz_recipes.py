@@ -1,0 +1,192 @@
+"""Recipes that are drawn: those of the table, and variants of them that the specification defines.
+
+What a rule assumes stands here as data: whether its factor multiplies or divides, whether it flushes subnormals, what it is made
+for. A variant that Recipe refuses all the same is drawn anew, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, ElementFormat
+from fp4kit.recipes import RECIPES, Recipe
+
+E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
+FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
+E8M0_RULES = ("floor", "ceil", "even", "rceil", "te", "te_reference", "modelopt", "compressed_tensors")
+MULTIPLY_RULES = ("te", "torchao")  # of E4M3 scales; the factors of the others divide
+DIVIDE_RULES = ("modelopt", "modelopt_static", "compressed_tensors")
+TENSOR_RULES = ("te", "te_reference", "te_primary_weight", "flashinfer", "divided", "compressed_tensors")
+E8M0_DECODE = ("e8m0", "e8m0_flashinfer_host", "e8m0_flashinfer_api", "e8m0_unbounded")
+FIELDS = tuple(field.name for field in fields(Recipe))
+Rng = np.random.Generator
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A recipe of the table with some fields changed."""
+
+    id: str
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The Recipe; raises what Recipe raises."""
+        base = RECIPES[self.id]
+        return replace(base, **dict(self.changes)) if self.changes else base
+
+    def simpler(self) -> Iterator[Variant]:
+        """The same with fewer changes."""
+        if len(self.changes) > 1:
+            yield Variant(self.id)
+        for i in range(len(self.changes)):
+            yield Variant(self.id, self.changes[:i] + self.changes[i + 1 :])
+
+
+def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
+    """A variant of a recipe with up to `changes` changed fields; fewer where what is drawn does not apply to it."""
+    r: Any = RECIPES[id]
+    found: dict[str, Any] = {}
+    names = list(CHANGES)
+    for number in rng.permutation(len(names))[:changes]:
+        changed = CHANGES[names[number]](rng, r)
+        found |= changed
+        r = _changed(r, changed)
+    return Variant(id, tuple((name, value) for name, value in found.items() if getattr(RECIPES[id], name) != value))
+
+
+def _changed(r: Any, changes: dict[str, Any]) -> Any:
+    """The fields of a recipe with changes, which need not be valid yet."""
+    return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
+
+
+def _pick(rng: Rng, choices: Any) -> Any:
+    return choices[rng.integers(len(choices))]
+
+
+def _block(rng: Rng, r: Any) -> dict[str, Any]:
+    """Rows only where one factor covers them: not beside tensor scales of a row or block, nor in fake quantizers."""
+    if r.block is None:
+        return {}
+    one_row = r.fake_rule or r.tensor_scaling in ("row", "block")
+    square = _pick(rng, ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)))
+    return {"block": (1, _pick(rng, (16, 32, 64, 128, 8, 2))) if one_row or rng.random() < 0.5 else square}
+
+
+def _element(rng: Rng, r: Any) -> dict[str, Any]:
+    """Rules of E4M3 scales, and 4over6, are made for E2M1."""
+    if r.element.is_integer:
+        return {"element": _pick(rng, (INT4, INT8))}
+    if r.scale is E4M3 or r.nan_code:
+        return {}
+    return {"element": _pick(rng, FLOAT_ELEMENTS[:5] if rng.random() < 0.8 else FLOAT_ELEMENTS)}
+
+
+def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
+    if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
+        return {}
+    if r.scale is None and r.block is not None:
+        return {"tensor_scaling": _pick(rng, ("tensor", "row", "block"))}
+    return {"tensor_scaling": _pick(rng, ("tensor", "row"))}
+
+
+def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
+    return {} if r.four_over_six else {"rounding": _pick(rng, ("rn", "rz", "rna", "rnz"))}
+
+
+def _sign(rng: Rng, r: Any) -> dict[str, Any]:
+    return {} if r.element.is_integer else {"sign": _pick(rng, ("signbit", "negative", "not_positive"))}
+
+
+def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
+    return {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
+
+
+def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
+    return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
+
+
+def _static(rng: Rng, r: Any) -> dict[str, Any]:
+    """4over6 chooses scales by itself; a fake rule takes block amaxes only where there are block scales."""
+    return {} if r.four_over_six or r.scale is None else {"static": bool(rng.random() < 0.5)}
+
+
+def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
+    return {"narrow": not r.narrow} if r.element.is_integer else {}
+
+
+def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
+    return {"scale_max": _pick(rng, (448, 256))} if r.scale is E4M3 else {}
+
+
+def _apply(rng: Rng, r: Any) -> dict[str, Any]:
+    """Only without a block rule are both the scale and its inverse there."""
+    return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
+
+
+def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
+    if r.scale is E8M0:
+        return {"decode_rule": _pick(rng, E8M0_DECODE)}
+    if r.scale is None:
+        return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
+    with_amax = ("te",) if r.tensor_scaling != "none" else ()
+    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", *with_amax))}
+
+
+def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
+    """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
+    if r.block_rule is None or r.flush or r.four_over_six:
+        return {}
+    if r.scale is E8M0:
+        return {"block_rule": f"e8m0_{_pick(rng, E8M0_RULES)}"}
+    rule = _pick(rng, (*MULTIPLY_RULES, *DIVIDE_RULES[: None if r.tensor_scaling != "none" else 1]))
+    return {"block_rule": rule, "apply": "divide" if rule in DIVIDE_RULES else "multiply"}
+
+
+def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
+    if r.tensor_rule is None or r.four_over_six:
+        return {}
+    if r.scale is None:
+        return {"tensor_rule": _pick(rng, ("fp8_modelopt", "int_modelopt", "int4_qat"))}
+    return {"tensor_rule": _pick(rng, TENSOR_RULES)}
+
+
+def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
+    return {} if r.four_over_six else {"round_scaled": not r.round_scaled}
+
+
+def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
+    return {} if r.four_over_six or r.element.is_integer else {"nan_is_max": not r.nan_is_max}
+
+
+def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
+    if not r.four_over_six:
+        return {}
+    return {"four_over_six": _pick(rng, ("mae", "mse")), "fast_error": bool(not r.flush and rng.random() < 0.5)}
+
+
+CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {
+    "block": _block,
+    "element": _element,
+    "tensor_scaling": _tensor_scaling,
+    "rounding": _rounding,
+    "sign": _sign,
+    "nan_code": _nan_code,
+    "amax_nan": _amax_nan,
+    "static": _static,
+    "narrow": _narrow,
+    "scale_max": _scale_max,
+    "apply": _apply,
+    "decode_rule": _decode_rule,
+    "block_rule": _block_rule,
+    "tensor_rule": _tensor_rule,
+    "round_scaled": _round_scaled,
+    "nan_is_max": _nan_is_max,
+    "four_over_six": _four_over_six,
+}

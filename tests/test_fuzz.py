@@ -1,0 +1,423 @@
+"""The fuzz: the specification passes; faults that are planted are found, shrunk, and reproduced by what is printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.cli import main
+from fp4kit.evidence import fuzz, fuzz_arrays, fuzz_processes, fuzz_replay
+from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.fuzz_arrays import Array, View
+from fp4kit.evidence.fuzz_cases import OPERATIONS, Case, Options, Pool, draw
+from fp4kit.evidence.fuzz_check import Verdict, check
+from fp4kit.evidence.fuzz_print import script
+from fp4kit.evidence.fuzz_recipes import CHANGES, Variant, draw_variant
+from fp4kit.evidence.fuzz_shrink import shrink
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+SMALL = Pool(largest=1 << 12)
+
+
+class Away(np.ndarray):
+    """An array of another engine: NumPy's, but by its type."""
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """An engine that computes as the specification does, on arrays of a type of its own."""
+    module = types.ModuleType("arrays_away")
+    module.asarray = lambda a: np.array(a).view(Away)
+    monkeypatch.setitem(sys.modules, "arrays_away", module)
+    return Engine(module)
+
+
+def is_away(value):
+    """Whether a call is one of the engine's."""
+    if isinstance(value, Quantized):
+        return isinstance(value.packed, Away)
+    return any(map(is_away, value)) if isinstance(value, (list, tuple)) else isinstance(value, Away)
+
+
+def plant(monkeypatch, name, fault):
+    """fault(right, *arguments, **options) in place of fp4kit.name, for the engine's calls; what takes it away again."""
+    right = getattr(fp4kit, name)
+
+    def wrong(first, *arguments, **options):
+        call = fault if is_away(first) else lambda function, *a, **o: function(*a, **o)
+        return call(right, first, *arguments, **options)
+
+    monkeypatch.setattr(fp4kit, name, wrong)
+    return lambda: monkeypatch.setattr(fp4kit, name, right)
+
+
+def executed(text):
+    """Run a reproduction; the message of its assertion, empty where it passes."""
+    try:
+        exec(compile(text, "reproduction", "exec"), {})
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+# ---- the specification --------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_the_specification():
+    report = fuzz.run(None, 600, 1, cases=400, pool=SMALL)
+    assert report.failures == [] and report.total("failed") == 0
+    assert report.total("cases") == 400 and set(report.operations) == set(OPERATIONS)
+    assert report.total("refused") < 40 and report.total("calls") > 800 and report.total("values") > 100_000
+
+
+def test_two_engines_that_are_equal(away):
+    report = fuzz.run(away, 600, 2, cases=200, pool=SMALL)
+    assert report.failures == [] and report.total("failed") == 0 and report.total("refused") > 0
+
+
+@pytest.mark.parametrize("id", RECIPES)
+def test_every_recipe_is_drawn_right(id):
+    """Few refusals: what is drawn for a recipe is what the specification defines for it."""
+    report = fuzz.run(None, 600, 3, cases=6, pool=replace(SMALL, recipes=(id,), faults=False))
+    assert report.failures == [] and report.total("refused") <= 4
+
+
+def test_a_case_is_drawn_from_its_number_alone():
+    assert draw(7_000_000_123, SMALL) == draw(7_000_000_123, SMALL)
+    alone = fuzz.run_case(None, 4_000_000_005, pool=SMALL)
+    assert alone.total("cases") == 1 and alone.failures == []
+    assert len({str(draw(number, SMALL)[0]) for number in range(50)}) == 50
+
+
+def test_every_field_is_changed():
+    """Variants differ from the table in each field that can be changed, and Recipe takes them."""
+    rng = np.random.default_rng(0)
+    changed = set()
+    for id in RECIPES:
+        for _ in range(30):
+            variant = draw_variant(rng, id, 4)
+            changed |= {name for name, _ in variant.changes}
+            assert isinstance(variant.recipe, Recipe)
+    assert changed >= set(CHANGES) - {"four_over_six"} | {"fast_error"}
+
+
+def test_a_pool_restricts_what_is_drawn():
+    pool = Pool(
+        recipes=("mxfp4-ocp", "nvfp4-te"), dtypes=("float16",), layouts=("linear",), operations=("quantize", "plan"),
+        roundings=("nearest",), hadamard=(False,), changes=0, faults=False, largest=1 << 10,
+    )  # fmt: skip
+    for number in range(100):
+        case, _ = draw(number, pool)
+        assert case.operation in pool.operations and case.recipe in (Variant("mxfp4-ocp"), Variant("nvfp4-te"))
+        assert {a.dtype for a in case.arrays} == {"float16"} and max(a.size for a in case.arrays) <= 4 << 10
+        assert (case.options.layout, case.options.rounding, case.options.hadamard) == ("linear", "nearest", False)
+
+
+def test_a_pool_of_unknown_names_is_an_error():
+    with pytest.raises(ValueError, match=r"fuzz: operations holds \['quantise'\]; needs some of quantize, "):
+        Pool(operations=("quantise",))
+    with pytest.raises(ValueError, match="fuzz: layouts holds nothing; needs some of linear, "):
+        Pool(layouts=())
+    with pytest.raises(ValueError, match="fuzz: operations transpose are not defined for any of the recipes; take others"):
+        draw(0, Pool(recipes=("mxfp4-ocp",), operations=("transpose",)))
+
+
+def test_a_pool_of_variants():
+    variant = Variant("nvfp4-flashinfer", (("block", (16, 16)),))
+    pool = Pool(recipes=("mxfp4-ocp",), variants=(variant,), changes=0)
+    drawn = [draw(number, pool)[0] for number in range(200)]
+    assert {case.recipe for case in drawn} == {variant, Variant("mxfp4-ocp")}
+    assert {case.recipe for case in drawn if case.operation == "transpose"} == {variant}
+
+
+# ---- planted faults -----------------------------------------------------------------------------------------------------
+
+
+def one_bit(right, x, *arguments, **options):
+    """The first code of a row that begins with a negative number."""
+    q = right(x, *arguments, **options)
+    if q.packed.size and np.signbit(np.moveaxis(np.asarray(x), q.axis, -1).astype(np.float32)).any():
+        q.packed.reshape(-1)[-1] ^= 1
+    return q
+
+
+def another_recipe(right, x, recipe, **options):
+    """Ties go away from zero."""
+    recipe = fp4kit.recipe(recipe)
+    return right(x, recipe if recipe.four_over_six else replace(recipe, rounding="rna"), **options)
+
+
+def ignored_option(right, x, *arguments, scale_layout="linear", **options):
+    """Scales of 8x4 tiles are those of 128x4 tiles."""
+    return right(x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options)
+
+
+def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
+    """The second expert's amax is the first one's."""
+    if np.ndim(tensor_amax):
+        tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0]) if np.size(tensor_amax) else tensor_amax
+    return right(x, *arguments, tensor_amax=tensor_amax, **options)
+
+
+def raises(right, x, *arguments, **options):
+    if x.ndim == 3:
+        raise IndexError("of three dimensions")
+    return right(x, *arguments, **options)
+
+
+def writes(right, x, *arguments, **options):
+    q = right(x, *arguments, **options)
+    if x.size > 64:
+        x[(0,) * x.ndim] = 1 if x[(0,) * x.ndim] != 1 else 2
+    return q
+
+
+def accepts(right, x, *arguments, tensor_amax=None, **options):
+    negative = tensor_amax is not None and np.any(np.less(tensor_amax, 0))
+    return right(x, *arguments, tensor_amax=None if negative else tensor_amax, **options)
+
+
+def reworded(right, x, *arguments, **options):
+    try:
+        return right(x, *arguments, **options)
+    except ValueError as error:
+        raise ValueError("wrong") from error
+
+
+FAULTS = {
+    "one bit": (one_bit, "differs"),
+    "another recipe": (another_recipe, "differs"),
+    "an ignored option": (ignored_option, "differs"),
+    "an ignored amax": (ignored_amax, "differs"),
+    "another exception": (raises, "raised"),
+    "an input that is written to": (writes, "written"),
+    "no refusal": (accepts, "not refused"),
+    "other words": (reworded, "message"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found_shrunk_and_reproduced(name, away, monkeypatch):
+    fault, kind = FAULTS[name]
+    restore = plant(monkeypatch, "quantize", fault)
+    pool = replace(SMALL, operations=("quantize",), largest=1 << 11)
+    reports = (fuzz.run(away, 600, seed, cases=20, pool=pool, shrink_seconds=2) for seed in range(40))
+    text = next(f.script for report in reports for f in report.failures if f.kind == kind)
+    assert "fp4kit.quantize(x, r" in text and "agree(program, np, arrays_away)" in text
+    found = executed(text)
+    assert found.startswith(f"{kind}: "), found
+    restore()
+    assert executed(text) == ""
+
+
+def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
+    plant(monkeypatch, "quantize", one_bit)
+    report = fuzz.run(away, 600, 5, cases=100, pool=replace(SMALL, operations=("quantize",)))
+    text = next(f.script for f in report.failures if f.kind == "differs")
+    shrunk = next(f.shrunk for f in report.failures if f.kind == "differs")
+    assert "float32" in shrunk and "axis" in shrunk and "View" not in text and "replace(" not in text
+    assert text.count("0x") <= 2, text
+
+
+def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
+    """An invariant finds what both engines would do wrong."""
+    right = fp4kit.unswizzle
+
+    def wrong(scales, *arguments):
+        result = right(scales, *arguments)
+        if isinstance(result, np.ndarray) and result.ndim == 3 and len(result) > 1:
+            result = result[::-1]
+        return result
+
+    monkeypatch.setattr(fp4kit, "unswizzle", wrong)
+    report = fuzz.run(None, 600, 3, cases=200, pool=replace(SMALL, operations=("swizzle_bytes",)), shrink_seconds=5)
+    (failure,) = report.failures
+    assert failure.kind == "broken" and failure.text.startswith("back: at ")
+    assert "same(back, x)" in failure.script and "agree(program, np)" in failure.script
+    assert executed(failure.script).startswith("broken: ")
+    monkeypatch.setattr(fp4kit, "unswizzle", right)
+    assert executed(failure.script) == ""
+
+
+@pytest.mark.parametrize("operation", ["quantize_both", "quantize_grouped", "plan", "transpose", "partial", "master_weights"])
+def test_invariants_find_a_wrong_quantize(operation, monkeypatch):
+    """The single call is wrong, and what it must agree with is right."""
+    right = fp4kit.quantize
+
+    def wrong(x, *arguments, **options):
+        q = right(x, *arguments, **options)
+        if q.packed.size and options.get("axis", -1) in (-1, x.ndim - 1):
+            q.packed.reshape(-1)[0] ^= 8
+        return q
+
+    monkeypatch.setattr(fp4kit, "quantize", wrong)
+    report = fuzz.run(None, 600, 6, cases=40, pool=replace(SMALL, operations=(operation,), faults=False), shrink_seconds=0)
+    assert "broken" in {failure.kind for failure in report.failures}
+
+
+def test_experts_that_take_each_others_amax_are_found(monkeypatch):
+    right = fp4kit.quantize
+
+    def wrong(x, *arguments, tensor_amax=None, **options):
+        per_expert = np.ndim(tensor_amax) > 0 and x.ndim > 2
+        return right(x, *arguments, tensor_amax=tensor_amax[::-1] if per_expert else tensor_amax, **options)
+
+    monkeypatch.setattr(fp4kit, "quantize", wrong)
+    pool = replace(SMALL, operations=("quantize",), recipes=("nvfp4-te", "fp8-modelopt"), faults=False, changes=0)
+    report = fuzz.run(None, 600, 11, cases=150, pool=pool, shrink_seconds=0)
+    assert [failure.kind for failure in report.failures] == ["broken"]
+
+
+def test_a_warning_is_a_failure(monkeypatch):
+    right = fp4kit.pack
+
+    def wrong(codes):
+        np.float32(3e38) * np.float32(len(codes.shape) * 10)
+        return right(codes)
+
+    monkeypatch.setattr(fp4kit, "pack", wrong)
+    report = fuzz.run(None, 600, 7, cases=3, pool=replace(SMALL, operations=("pack",)), shrink_seconds=1)
+    assert {failure.kind for failure in report.failures} == {"warning"}
+    assert executed(report.failures[0].script).startswith("warning: RuntimeWarning: overflow")
+
+
+def test_what_is_declined_is_counted(away, monkeypatch):
+    def declines(right, *arguments, **options):
+        raise NotImplementedError("no kernel for 17 of them")
+
+    plant(monkeypatch, "quantize", declines)
+    report = fuzz.run(away, 600, 8, cases=20, pool=replace(SMALL, operations=("quantize",), faults=False))
+    assert report.total("declined") == 20 and report.total("failed") == 0
+    assert report.reasons == {"declined: NotImplementedError: no kernel for N of them": 20}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_guard_that_is_written_to_is_counted(step):
+    g = fuzz_arrays.guarded(np.arange(12, dtype=np.float32).reshape(3, 4), step)
+    assert fuzz_arrays.touched(g) == 0 and np.array_equal(g.value, np.arange(12).reshape(3, 4))
+    g.value[...] = 5
+    assert fuzz_arrays.touched(g) == 0
+    g.buffers[0][0][[0, fuzz_arrays.MARGIN - 1, -1]] = 0
+    assert fuzz_arrays.touched(g) == 3
+    g.buffers[0][0][...] = 0
+    assert fuzz_arrays.touched(g) == 2 * fuzz_arrays.MARGIN + 48 * (step - 1)
+
+
+# ---- shrinking and printing ---------------------------------------------------------------------------------------------
+
+
+def test_shrinking_is_greedy():
+    def simpler(n):
+        return (n // 2, n - 1)
+
+    assert shrink(1000, simpler, lambda n: n >= 37, 60) == 37
+    assert shrink(1000, simpler, lambda n: n >= 37, -1) == 1000
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_programs_are_printed_as_they_run(number, away):
+    """Whole programs, executed: they pass as they passed, or raise what is refused."""
+    case, _ = draw(number, replace(SMALL, largest=1 << 10))
+    verdict = check(case, away)
+    assert not verdict.failed
+    whole = Verdict("written", step=10**6)  # every statement is printed
+    assert executed(script(case, whole, away)) == ""
+
+
+def test_values_are_written_out_where_they_are_few():
+    x = Array("ordinary", "bfloat16", (2, 32), 1, View.plain(2))
+    values = np.zeros((2, 32), fuzz_arrays.DTYPES["bfloat16"])
+    values[1, 3], values[0, 0] = 1.5, -0.0
+    case = Case("quantize", Variant("mxfp4-ocp"), (x.with_values(values),), -1, Options())
+    text = script(case, Verdict("differs", step=2), None)
+    assert "given('bfloat16', (2, 32), {0: 0x8000, 35: 0x3fc0})" in text
+    many = replace(case, arrays=(x.with_values(np.full((2, 64), 1.5, np.float32)),))
+    many = replace(many, arrays=(replace(many.x, dtype="float32"),))
+    assert f"'{'0000c03f' * 128}'" in script(many, Verdict("differs", step=2), None)
+    assert np.array_equal(fuzz_arrays.given("float32", (2, 64), "0000c03f" * 128), many.x.values())
+
+
+@pytest.mark.parametrize("kind", fuzz_arrays.VALUES)
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 33), (2, 0, 16), (2, 3, 4, 32)])
+def test_values_of_every_kind(kind, shape):
+    for name in ("uint8",) if "codes" in kind or kind == "bytes" else ("float32", "float16", "bfloat16"):
+        x = fuzz_arrays.drawn(kind, name, shape, 5)
+        assert x.shape == shape and (x.dtype == fuzz_arrays.DTYPES[name] or kind == "amaxes")
+        finite = np.isfinite(x.astype(np.float32))
+        assert finite.all() or kind not in (*fuzz_arrays.FINITE_KINDS, "codes", "bytes")
+
+
+def test_strided_places_values():
+    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    view = View((2, 0, 1), (-1, 2, 3), 5)
+    x = fuzz_arrays.strided(values, view)
+    assert np.array_equal(x, values) and x.strides == (-24, 8, 144) and x.base is not None
+
+
+def test_agreement_compares_what_is_yielded(away):
+    def program(on):
+        yield "x", on.array(np.zeros(3, np.float32)) + (0 if on.host else 1)
+
+    with pytest.raises(AssertionError, match=r"differs: x: at \(0,\) 0x3f800000 instead of 0x0"):
+        fuzz_replay.agree(program, np, away.module)
+    fuzz_replay.agree(program, np)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    monkeypatch.setattr(fuzz, "device_engine", lambda: (None, "no driver"))
+
+
+def test_the_command(without_gpu, capsys, tmp_path):
+    path = tmp_path / "report.json"
+    assert main(["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax", "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("No GPU (no driver): the specification alone") and "12 cases, " in out and " 0 failures" in out
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
+
+
+def test_the_command_prints_a_failure(monkeypatch, capsys, away):
+    monkeypatch.setattr(fuzz, "device_engine", lambda: (away, "Away"))
+    restore = plant(monkeypatch, "quantize", one_bit)
+    assert main(["fuzz", "--cases", "30", "--operations", "quantize", "--recipes", "mxfp4"]) == 1
+    out = capsys.readouterr().out
+    arguments = out.partition("# fp4kit fuzz ")[2].partition("\n")[0].split()
+    assert arguments[0] == "--case" and arguments[2:] == ["--recipes", "mxfp4", "--operations", "quantize"]
+    assert main(["fuzz", *arguments]) == 1
+    assert "# differs: q: packed: at " in capsys.readouterr().out
+    restore()
+    assert main(["fuzz", *arguments]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--operations", "pick"], "fuzz: operations holds ['pick']; needs some of quantize, "),
+        (["--recipes", "nvfp5"], "recipe: no recipe is called 'nvfp5'"),
+        (["--processes", "0"], "--processes is 0; needs 1 or more"),
+        (["--seed", "-1"], "--seed is -1; needs 0 or more"),
+    ],
+)
+def test_errors_of_the_command(arguments, message, without_gpu, capsys):
+    assert main(["fuzz", "--cases", "1", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_processes_draw_with_their_own_seeds():
+    work = fuzz_processes.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, False)
+    counted = []
+    report = fuzz_processes.run(work, 4, 2, lambda calls, failures: counted.append(calls))
+    assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []
+    singles = [fuzz.run(None, 600, seed, cases=5, pool=work.pool) for seed in (4, 5)]
+    assert report.total("values") == sum(single.total("values") for single in singles)
