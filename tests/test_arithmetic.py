@@ -237,6 +237,26 @@ def test_torch_flush_denormal():
     assert_same_bits(np.asarray(tensor), fp4kit.fake_quantize(X["f32"], "nvfp4-te"))
 
 
+def test_callbacks_of_jax():
+    """XLA's threads flush subnormals; what fp4kit computes there is what it computes elsewhere."""
+    jax = pytest.importorskip("jax")
+    cpu = jax.devices("cpu")[0]
+    modes = []
+
+    def call(name):
+        def on_host(x):
+            modes.append(arithmetic.is_ieee())
+            return fp4kit.fake_quantize(np.asarray(x), name)
+
+        shape = jax.ShapeDtypeStruct(X["f32"].shape, np.float32)
+        return jax.jit(lambda x: jax.pure_callback(on_host, shape, x))
+
+    for name in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt-channel", "nvfp4-modelopt-fake"):
+        found = np.asarray(call(name)(jax.device_put(X["f32"], cpu)))
+        assert_same_bits(found, fp4kit.fake_quantize(X["f32"], name))
+    assert not all(modes)
+
+
 def test_ml_dtypes_widening_needs_no_mode():
     """Narrow floats become float32 by table or by bits, so importing an array is right in any mode."""
     codes = np.arange(1 << 16, dtype=np.uint16)

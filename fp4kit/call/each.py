@@ -8,7 +8,7 @@ from typing import Any
 
 _ERRORS = (TypeError, ValueError, NotImplementedError)
 _PLURALS = {"x": "xs", "grad": "grads"}
-_ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax|seed)\b")
+_ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")
 
 
 def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
@@ -32,4 +32,4 @@ def numbered(op: str, i: int, text: str) -> str:
     if argument is None:
         return f"{op}: xs[{i}]: {text}"
     name = argument.group()
-    return f"{op}: {_PLURALS.get(name, name)}[{i}]{text[len(name):]}"
+    return f"{op}: {_PLURALS.get(name, name)}[{i}]{text[len(name) :]}"
