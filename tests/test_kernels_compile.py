@@ -38,6 +38,7 @@ KINDS = [
     Quantize(RECIPES["mxfp8-te"], rounding="seed"),
     Quantize(RECIPES["nvfp4-te-reference"], hadamard=True),
     Dequantize(RECIPES["nvfp4-te"]),
+    Dequantize(RECIPES["int8-modelopt-channel"]),
     Amax(BF16, "no_nan"),
     Amax(F32, by_row=True, mask=TE_SIGN_MASK),
     Amax(F16, by_row=True),

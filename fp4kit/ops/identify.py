@@ -17,10 +17,10 @@ from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.implied import amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.implied import NEAR, amax_interval, covered_range, implied_amax, same_scale
 from fp4kit.reference.scaling import tensor_scale
 
-MOST_NEIGHBOURS = 16  # amaxes that give one tensor scale, where they are no more than roundings apart
+MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def _own_or_implied(q: Quantized, x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def _others(amax: np.ndarray, q: Quantized, r: Recipe) -> Iterator[np.ndarray]:
-    """Amaxes of the same scales, one after the other: those of a rule of float32 roundings are a few neighbours."""
-    first, last = amax_interval(q.tensor_scale, r, q.dtype)
+    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode scale."""
+    first, last = amax_interval(q.tensor_scale, r, q.dtype, NEAR)
     usual = (q.tensor_scale > 0) & np.isfinite(q.tensor_scale) & (first <= last)
     for step in range(MOST_NEIGHBOURS):
         bits = np.minimum(first + step, last).astype(np.int32)
