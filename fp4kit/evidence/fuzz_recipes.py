@@ -83,7 +83,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
     """Rules of E4M3 scales, and 4over6, are made for E2M1."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
-    if r.scale is E4M3 or r.nan_code:
+    if r.scale == E4M3 or r.nan_code:
         return {}
     return {"element": _pick(rng, FLOAT_ELEMENTS[:5] if rng.random() < 0.8 else FLOAT_ELEMENTS)}
 
@@ -122,7 +122,7 @@ def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    return {"scale_max": _pick(rng, (448, 256))} if r.scale is E4M3 else {}
+    return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _apply(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    if r.scale is E8M0:
+    if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
@@ -143,7 +143,7 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
-    if r.scale is E8M0:
+    if r.scale == E8M0:
         return {"block_rule": f"e8m0_{_pick(rng, E8M0_RULES)}"}
     rule = _pick(rng, (*MULTIPLY_RULES, *DIVIDE_RULES[: None if r.tensor_scaling != "none" else 1]))
     return {"block_rule": rule, "apply": "divide" if rule in DIVIDE_RULES else "multiply"}
