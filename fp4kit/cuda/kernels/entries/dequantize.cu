@@ -39,8 +39,7 @@ struct Place {
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
   constexpr int kRun = Runs<R, Out>::kRun;
-  constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
-  if constexpr (kE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
+  if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
     decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
     const u32 half = bits_of(scale) >> 16;  // exact: a power of two, NaN or infinity

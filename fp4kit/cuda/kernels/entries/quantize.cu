@@ -154,14 +154,9 @@ FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const
 // amax of the block that run `run` is a part of.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
-  BlockAmax<R::kAmaxNan> amax;
-#pragma unroll 1
-  for (u32 lane = 0; lane < Rows<R, In>::kLanes; ++lane) {
-    float x[Rows<R, In>::kRun];
-    widen_run(load_run_of<R, In, kAligned>(a, run / Rows<R, In>::kLanes * Rows<R, In>::kLanes + lane), x);
-    amax.add(x);
-  }
-  return amax.result();
+  constexpr int kRun = Rows<R, In>::kRun;
+  const u32 first = run / Rows<R, In>::kLanes * Rows<R, In>::kLanes;
+  return exact_amax<R, kRun>(1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
 // Quantize a run of any elements.
@@ -173,9 +168,7 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorSc
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
   widen_run(load_run_of<R, In, kAligned>(a, place.run), x);
-  u32 codes[kRun];
-  encode_run<R, In>(a, static_cast<i64>(place.run) * kRun, x, f.by, codes);
-  write_run<R, In, kRun, kAligned>(a, static_cast<i64>(place.run) * kRun, codes, code, t);
+  store_exact<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f.by, code, t);
   store_scales<R, In>(a, place, code, t);
 }
 
@@ -186,7 +179,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   const Walk<R, In> walk = walk_of<R, In>(a);
   const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1) : TensorScale{};
   if constexpr (R::kHasTable) {
-    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of<R, In>(threadIdx.x, whole_scale);
+    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, whole_scale);
     __syncthreads();
   }
   if constexpr (R::kTensorScaling == TensorScaling::tensor && !R::kFake) {

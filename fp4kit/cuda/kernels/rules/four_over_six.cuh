@@ -97,15 +97,8 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
 // Store the codes of a run, or the values that they have.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
-  if constexpr (R::kFake) {
-    u32 each[R::kBlock];
-#pragma unroll
-    for (int i = 0; i < R::kBlock; ++i) each[i] = static_cast<u32>(codes >> (4 * i)) & 15u;
-    write_run<R, In, R::kBlock, kAligned>(a, first, each, scale_code, t);
-  } else {
-    const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
-    store_words(a.packed + first / 2, words);
-  }
+  const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
+  store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
 
 // ---- the short way ----------------------------------------------------------------------------------------------------

@@ -1,13 +1,15 @@
-// Scale rules, under the names of reference/scaling.py: tensor_<rule> maps an amax to a TensorScale, block_<rule> has
-//   code(amax, tensor)    the block scale's bit pattern
-//   factor(code, tensor)  what elements are multiplied with or divided by; it depends on amax through the code alone
-// A recipe R is a struct that the loader writes from recipes.py.
+// Scale rules, under the names of reference/scaling.py and block_rules.py: tensor_<rule> maps an amax to a TensorScale, block_<rule> has
+//   code(amax, tensor)          the block scale's bit pattern
+//   factor(code, amax, tensor)  what elements are multiplied with or divided by
+//   of_block(amax, factor)      the factor of a block, of what factor() gives for its code and any block that is not of zeros:
+//                               so that a table by codes serves all blocks
+// A recipe R is a struct that traits.py writes.
 #pragma once
 
 #include "convert.cuh"
 
 constexpr float kInv6 = 1.0f / 6.0f;         // 0x3E2AAAAB, rn
-constexpr float kTinyAmax = 5.9604644775390625e-08f;  // 2^-24
+constexpr float kTinyAmax = 0x1p-24f;
 
 struct TensorScale {
   float encode, decode, amax;
@@ -77,7 +79,7 @@ struct tensor_divided {
 template <class In>
 struct SmallestNormal { static constexpr float kValue = kFltMin; };
 template <>
-struct SmallestNormal<Float16> { static constexpr float kValue = 6.103515625e-05f; };
+struct SmallestNormal<Float16> { static constexpr float kValue = 0x1p-14f; };
 
 struct tensor_compressed_tensors {
   template <class R, class In>
@@ -120,7 +122,7 @@ struct tensor_int4_qat {
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
 #if FP4KIT_HAS_CVT_FP8
-  if constexpr (R::Scale::kMantissaBits == 3) return cvt_rn_satfinite_e4m3x2(0.0f, x) & 0xFFu;
+  if constexpr (R::Scale::kIsE4m3) return cvt_rn_satfinite_e4m3x2(0.0f, x) & 0xFFu;
 #endif
   return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
 }
@@ -128,85 +130,99 @@ FP4KIT_DEVICE u32 encode_scale(float x) {
 template <class R>
 FP4KIT_DEVICE float decode_scale(u32 code) { return decode<typename R::Scale>(code); }
 
+// The smallest positive value of a format, and the smallest normal one.
+template <class F>
+FP4KIT_DEVICE float min_normal_of() { return float_of(static_cast<u32>(F::kEmin + 127) << 23); }
+template <class F>
+FP4KIT_DEVICE float min_subnormal_of() { return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23); }
+
+// What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it.
+struct by_code {
+  FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
+};
+struct by_code_or_zero {
+  FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
+};
+
 // np.clip: NaN stays NaN.
 FP4KIT_DEVICE float clip(float x, float low, float high) { return is_nan(x) ? x : fminf(fmaxf(x, low), high); }
 
-struct block_te {
+struct block_te : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return encode_scale<R>(lesser<R>(amax * (t.encode * kInv6), kFltMax));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return lesser<R>(1.0f / (decode_scale<R>(code) * t.decode), kFltMax); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return lesser<R>(1.0f / (decode_scale<R>(code) * t.decode), kFltMax); }
 };
 
-struct block_flashinfer {
+struct block_flashinfer : by_code_or_zero {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return encode_scale<R>(mul_ftz(t.encode, mul_ftz(amax, rcp_approx_ftz(6.0f))));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) {
-    return rcp_approx_ftz(mul_ftz(decode_scale<R>(code), rcp_approx_ftz(t.encode)));
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return of_block(amax, rcp_approx_ftz(mul_ftz(decode_scale<R>(code), rcp_approx_ftz(t.encode))));
   }
 };
 
-struct block_flashinfer_precise {
+struct block_flashinfer_precise : by_code_or_zero {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return magnitude_of(amax) < kFltMin ? 0u : encode_scale<R>(mul_ftz(amax, mul_ftz(t.encode, kInv6)));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) {
-    return fminf(div_ftz(1.0f, mul_ftz(decode_scale<R>(code), div_ftz(1.0f, t.encode))), kFltMax);
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return of_block(amax, fminf(div_ftz(1.0f, mul_ftz(decode_scale<R>(code), div_ftz(1.0f, t.encode))), kFltMax));
   }
 };
 
-struct block_modelopt {
+struct block_modelopt : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / (max_of<typename R::Element>() * t.decode);
-    return encode_scale<R>(clip(ratio == 0.0f ? 1.0f : ratio, 0.001953125f, max_of<typename R::Scale>()));  // 2^-9
+    return encode_scale<R>(clip(ratio == 0.0f ? 1.0f : ratio, min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
 };
 
-struct block_modelopt_static {
+struct block_modelopt_static : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / max_of<typename R::Element>();
     const float scaled = (ratio == 0.0f ? 1.0f : ratio) * static_cast<float>(R::kScaleMax);
-    return encode_scale<R>(clip(scaled / (t.amax / max_of<typename R::Element>()), 0.001953125f, max_of<typename R::Scale>()));
+    return encode_scale<R>(clip(scaled / (t.amax / max_of<typename R::Element>()), min_subnormal_of<typename R::Scale>(), max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
 };
 
-struct block_torchao {
+struct block_torchao : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(clip(amax / max_of<typename R::Element>() / t.decode, 0.015625f, max_of<typename R::Scale>()));  // 2^-6
+    return encode_scale<R>(clip(amax / max_of<typename R::Element>() / t.decode, min_normal_of<typename R::Scale>(), max_of<typename R::Scale>()));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return t.encode / decode_scale<R>(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return t.encode / decode_scale<R>(code); }
 };
 
-struct block_compressed_tensors {
+struct block_compressed_tensors : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const u32 code = encode_scale<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode);
     return code == 0u ? encode_scale<R>(0.125f) : code;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) / t.encode; }
 };
 
 // ---- block rules, E8M0 scales -----------------------------------------------------------------------------------------
 
-struct inverse_factor {
+struct inverse_factor : by_code {
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return inverse_e8m0(code); }
 };
 
 // exponent(bits) + up - emax, clamped to the range of E8M0; 255 where the exponent field is full.
@@ -261,11 +277,11 @@ FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
-struct block_e8m0_flashinfer_fp4 {
+struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_flashinfer<R>(amax); }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code); }
 };
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
@@ -288,11 +304,11 @@ struct block_e8m0_compressed_tensors : inverse_factor {
 };
 
 // No block scales: the tensor's own, in the direction in which it is applied.
-struct block_none {
+struct block_none : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return 0u; }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return R::kDivide ? t.decode : t.encode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return R::kDivide ? t.decode : t.encode; }
 };
 
 // The tensor scale that covers block `block` of row `row`.

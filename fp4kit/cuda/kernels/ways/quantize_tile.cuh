@@ -58,9 +58,8 @@ FP4KIT_DEVICE float amax_of_rows(Tile<R>& tile, float amax, int row, int column)
   } else {
     tile.values[0][row][column] = amax;
     __syncthreads();
-    constexpr AmaxNan kNan = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;
     float result = 0.0f;
-    for (int r = 0; r < R::kBlockRows; ++r) result = larger<kNan>(result, tile.values[0][r][column]);
+    for (int r = 0; r < R::kBlockRows; ++r) result = larger_of_rows<R>(result, tile.values[0][r][column]);
     __syncthreads();
     return result;
   }
@@ -182,13 +181,12 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, Tens
                                 int column) {
   const i64 first = spot.row * a.columns + spot.block * R::kBlock;
   float x[R::kBlock] = {};
-  if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
+  if (inside) widen_run(load_row<R, In, kAligned>(a, first), x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
   if (!inside) return;
-  const u32 scale = R::BlockRule::template code<R, In>(amax, t);
-  u32 codes[R::kBlock];
-  encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
-  write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
+  Factor f;
+  const u32 scale = scale_block<R, In>(amax, t, nullptr, f);
+  store_exact<R, In, kAligned>(a, first, x, f.by, scale, t);
   store_scales<R, In>(a, spot, scale, t);
 }
 
