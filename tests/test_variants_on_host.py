@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from host.cases import F16, F32, Dequantize, Quantize
+from host.cases import F16, F32, ByTable, Dequantize, Quantize
 from host.cases_fake import Fake
 from host.cases_grouped import GroupedQuantize
 from host.cases_layouts import Transpose
@@ -24,6 +24,13 @@ ZEROS += [
 ]
 ZEROS += [GroupedQuantize(ZeroBlocks(FLASHINFER, F32, misaligned=True)), Partial(FLASHINFER, F32)]
 ZEROS += [ZeroBlocks(replace(RECIPES["nvfp4-te"], id="nvfp4-te-flush", flush=True), F32)]  # its rule has no zeros of its own
+
+TALL = [
+    Quantize(square("nvfp4-te", rows, columns), d)
+    for rows, columns, d in ((2, 16, F32), (4, 32, BF16), (8, 16, F16), (64, 16, BF16), (128, 32, F32))
+]
+TALL += [Quantize(square("nvfp4-te-4over6-mse-448", rows), d) for rows, d in ((4, BF16), (32, F32))]
+TALL += [ByTable(square("nvfp4-flashinfer-4over6-mae-448"))]  # lanes: no table of square blocks
 
 PLAIN = ("int4-modelopt-channel", "int8-modelopt", "fp8-modelopt", "fp8-modelopt-channel")
 TRANSFORMED = [
@@ -73,8 +80,7 @@ VALUES = [
     Quantize(of_elements("nvfp4-te", E3M0), F32, fake=True),
     Quantize(of_elements("mxfp4-ocp", E1M2), fake=True),
     Quantize(of_elements("mxfp8-te", E3M4), F16, fake=True),
-    Fake(of_elements("nvfp4-modelopt-fake", E1M2), misaligned=True),
-    Fake(of_elements("nvfp4-modelopt-fake-cuda", E3M0), F32),
+    Fake(of_elements("mxfp4-modelopt-fake", E3M0), misaligned=True),
     Fake(of_elements("mxfp4-modelopt-fake", E3M4), F16),
     Fake(of_elements("mxfp4-microxcaling-even", E1M2)),
 ]
@@ -88,6 +94,11 @@ MOVED = [
 
 @pytest.mark.parametrize("case", ZEROS, ids=str)
 def test_blocks_of_zeros(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", TALL, ids=str)
+def test_blocks_of_other_heights(host, case):
     host.check(case)
 
 

@@ -55,7 +55,8 @@ TABLE_LEAST = 1 << 23
 
 def takes_table(r: Recipe, dtype: np.dtype, elements: int, fake: bool) -> bool:
     """Whether 4over6 goes by the tables of quantize_table, which are worth their while for many elements."""
-    known = r.four_over_six is not None and r.block in ((1, 16), (16, 16)) and r.tensor_scaling == "tensor"
+    square = r.block == (16, 16) and r.amax_nan == "propagate"
+    known = r.four_over_six is not None and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
     return known and TYPES[dtype] == "Bfloat16" and not fake and elements >= TABLE_LEAST
 
 

@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 
 from fp4kit.cuda import fake as kernels
-from fp4kit.cuda import launch, loader
+from fp4kit.cuda import launch, limits, loader
 from fp4kit.ops import on_device
 from fp4kit.ops.prepare import Prepared
 from fp4kit.recipes import Recipe
 
 
 def check_supported(op: str, r: Recipe) -> None:
-    """Block shapes that the kernel has."""
+    """Formats and block shapes that the kernel has."""
+    limits.check_formats(op, r)
     if not kernels.takes_blocks(r) or r.amax_nan == "lanes":
         rows, columns = r.block or (1, 1)
         what = f"blocks of {rows}x{columns}" if not kernels.takes_blocks(r) else "amax_nan='lanes'"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import launch, loader, partial
+from fp4kit.cuda import launch, limits, loader, partial
 from fp4kit.cuda.amax_strips import amax_strips
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.grouped import Matrix
@@ -28,7 +28,8 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def check_supported(op: str, r: Recipe) -> None:
-    """Block shapes that the kernels have."""
+    """Formats, rules and block shapes that the kernels have."""
+    limits.check_formats(op, r)
     rows, columns = r.block or (1, 16)
     tile = rows > 1 or r.four_over_six is not None
     if columns % (32 if columns > 32 else 16) or (tile and columns > 32) or THREADS % rows:
@@ -87,8 +88,10 @@ def check_block_amax(op: str, p: Prepared) -> None:
         return
     if not p.recipe.static:
         raise ValueError(f"{op}: block_amax was given, but {p.recipe.id} takes it from x; leave it out or use a static recipe")
-    if p.recipe.block_rows > 1:
-        raise NotImplementedError(f"{op}: block_amax of blocks of several rows has no CUDA kernel; compute on the CPU")
+    if p.recipe.block_rows > 1 or p.recipe.four_over_six:
+        raise NotImplementedError(
+            f"{op}: block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
+        )
     wanted = scale_shape(p.moved.shape, p.recipe)
     if not isinstance(amax, loader.cupy().ndarray) or amax.dtype != np.float32 or amax.size != int(np.prod(wanted)):
         raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
@@ -295,6 +298,7 @@ def ready(a: Any) -> Any:
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any) -> Any:
     """ops.dequantize on the device of q."""
+    limits.check_formats("dequantize", q.recipe)
     cupy = loader.cupy()
     if out is not None and (not isinstance(out, cupy.ndarray) or out.shape != q.shape or out.dtype != dtype):
         raise ValueError(f"dequantize: out needs a CuPy array of {dtype} {q.shape}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from host.cases import Quantize, Result, device
+from host.cases_patch import Patch
 from host.harness import DeviceArray
 
 from fp4kit.cuda import launch
@@ -26,9 +27,9 @@ def of_elements(id: str, element: ElementFormat, **fields: object) -> Recipe:
     return replace(RECIPES[id], id=f"{id}-{element.name}-{element.bias}", element=element, **fields)
 
 
-def square(id: str) -> Recipe:
-    """A recipe with blocks of 16 rows."""
-    return replace(RECIPES[id], id=f"{id}-square", block=(16, 16))
+def square(id: str, rows: int = 16, columns: int = 16) -> Recipe:
+    """A recipe with blocks of several rows."""
+    return replace(RECIPES[id], id=f"{id}-{rows}x{columns}", block=(rows, columns))
 
 
 def with_zeros(x: np.ndarray) -> np.ndarray:
@@ -47,9 +48,16 @@ class ZeroBlocks(Quantize):
         return with_zeros(super().matrix(kind))
 
 
-TIE = (
-    9 * 2.0**-14
-)  # under a tensor amax of 3, encode scale 896: 896 TIE / 6 = 21 / 256, a tie of E4M3, whose even neighbour is below
+@dataclass(frozen=True)
+class ZeroPatches(Patch):
+    """The same along columns, both ways, and square."""
+
+    def matrices(self) -> Iterator[np.ndarray]:
+        yield from map(with_zeros, super().matrices())
+
+
+# Under a tensor amax of 3, whose encode scale is 896: 896 TIE / 6 = 21 / 256 is a tie of E4M3, whose even neighbour is below.
+TIE = 9 * 2.0**-14
 TE_CODES = [27 + 8 * k for k in range(12)]  # te's product is above the tie; (amax * S_enc) * (1 / 6) is not, and has 26 + 8 k
 
 

@@ -29,11 +29,11 @@ struct SumOf {
 };
 
 // Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
-// neighbouring rows.
+// neighbouring rows, or a part of one row where that has more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int column) {
-  constexpr int kColumns = Tile<R>::kColumns;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int kColumns = Tile<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // of a row
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = kWarps > 1 ? column / 32 : 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
@@ -44,9 +44,9 @@ FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int colum
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    values[k] = tile.parts[kPart + k][0][column];
+    values[k] = tile.parts[kPart + k][first][column];
 #pragma unroll
-    for (int w = 1; w < kTileWarps; ++w) values[k] = Operation::of(values[k], tile.parts[kPart + k][w][column]);
+    for (int w = kWarps; w < kTileWarps; w += kWarps) values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
   }
 }
 
