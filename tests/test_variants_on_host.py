@@ -123,5 +123,5 @@ def test_other_element_formats(host, case):
 
 
 def test_another_order_of_te_is_seen(host, tmp_path):
-    text, changed = "amax * (t.encode * kInv6)", "(amax * t.encode) * kInv6"
-    host.check_mutation(tmp_path, "scale.cuh", text, changed, TeProduct(RECIPES["nvfp4-te"], F32), "scales: 12 of 12 differ")
+    case, text = TeProduct(RECIPES["nvfp4-te"], F32), "amax * (t.encode * kInv6)"
+    host.check_mutation(tmp_path, "block_rules.cuh", text, "(amax * t.encode) * kInv6", case, "scales: 12 of 12 differ")

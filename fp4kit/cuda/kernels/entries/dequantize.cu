@@ -15,7 +15,7 @@ struct Arguments {
   void* values;              // rows x columns of the output type
   const float* tensor_amax;  // by R::kTensorScaling (null without)
   i64 rows, columns;
-  i64 ahead;  // pieces of the codes from one that is read to one that is fetched into the L2
+  i64 ahead;  // steps from codes that are read to those that are fetched into the L2
 };
 
 template <class R, class Out>
@@ -73,7 +73,7 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Fetch a piece of kStep whole runs that comes a.ahead pieces behind the one that begins with run `start`, as many as the device has
+// Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many as the device has
 // in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {

@@ -93,5 +93,5 @@ FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) { partial_amax<R, Input>(a, whole_grid()); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

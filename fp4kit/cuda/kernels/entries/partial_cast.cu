@@ -85,5 +85,5 @@ FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) { partial_cast<R, Input>(a, whole_grid()); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

@@ -41,5 +41,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(Arg
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_scales_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
 }

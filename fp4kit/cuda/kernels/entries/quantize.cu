@@ -125,7 +125,7 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
   }
 }
 
-// Quantize a run the short way; false if it has to go the long way, and nothing is written then. Neighbours exchange their
+// Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange their
 // amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, u32 own,
@@ -199,7 +199,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
 #pragma unroll
     for (int k = 0; k < Way::kUnroll && Way::kShort && R::kStochastic; ++k)
       random[k] = random_words(a, static_cast<i64>(place_of<R, In>(walk, step, k).run) * Way::kRun);
-    u32 left = 0u;  // bit k: run k goes the long way
+    u32 left = 0u;  // bit k: run k goes the exact way
     TensorScale t = whole_scale;
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {

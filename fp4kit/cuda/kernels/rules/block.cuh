@@ -1,8 +1,8 @@
 // One block in registers: its amax, the scaling of its elements, their codes and values. What R::kX means: see Recipe.
 #pragma once
 
+#include "block_rules.cuh"
 #include "random.cuh"
-#include "scale.cuh"
 
 enum class AmaxNan { ignore, propagate, lanes };
 enum class AmaxInput { all, no_nan, finite };  // which elements count in the amax of a tensor

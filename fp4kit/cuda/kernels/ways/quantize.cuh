@@ -17,7 +17,7 @@ struct Arguments {
   const float* block_amax;   // calibrated amaxes of all blocks (null: from x)
   const u8* random;          // random bytes of all elements (null: from the seed)
   float* amax_out;           // where tensor_amax is copied to (null: nowhere)
-  u64 seed, group;           // group: of 16 elements, x's first one among those that the seed's bytes are of
+  u64 seed, counter;         // counter: of x's first 16 elements in the stream of the seed
   i64 rows, columns;
 };
 
@@ -38,7 +38,7 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
   constexpr int kWhole = kRun < 16 ? kRun : 16;
 #pragma unroll
   for (int i = 0; i < kRun; i += kWhole) {
-    const Words words = stream_words(a.seed, a.group + static_cast<u64>(first + i) / 16);
+    const Words words = stream_words(a.seed, a.counter + static_cast<u64>(first + i) / 16);
     u32 w[4] = {words.w[0], words.w[1], words.w[2], words.w[3]};
     if constexpr (kRun < 16) {  // the words that the run begins at, to the front
       if (first & 8) w[0] = w[2], w[1] = w[3];
@@ -51,7 +51,7 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
 
 // Random bytes of a run of 16, four a word.
 FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
-  if (!a.random) return stream_words(a.seed, a.group + static_cast<u64>(first) / 16);
+  if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
   if (reinterpret_cast<u64>(a.random) % 16 == 0) {
     const Chunk chunk = *reinterpret_cast<const Chunk*>(a.random + first);
@@ -67,7 +67,7 @@ FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
 // Random byte of one element.
 FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
   if (a.random) return a.random[index];
-  const Words words = stream_words(a.seed, a.group + static_cast<u64>(index) / 16);
+  const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 

@@ -1,7 +1,7 @@
 // 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of reference/four_over_six.py.
 //
-// The long way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
-// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the long way: about four in
+// The exact way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
+// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the exact way: about four in
 // ten thousand of normally distributed data, and blocks that are as good at 4 as at 6, such as those of one magnitude.
 #pragma once
 
@@ -34,7 +34,7 @@ FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   return scaled * t.amax / full_range<R>();
 }
 
-// ---- the long way -----------------------------------------------------------------------------------------------------
+// ---- the exact way -----------------------------------------------------------------------------------------------------
 
 // What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe says so.
 template <class R>
