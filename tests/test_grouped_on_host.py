@@ -87,7 +87,7 @@ def test_amax(host, case):
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "one part too few": ("grouped.cuh", "turn < count; turn", "turn + 1 < count; turn", AMAX[0], r"amax of \d: 1 of 1 differ"),
     "the member before": ("grouped.cuh", "% kFew] <= i", "% kFew] < i", AMAX[0], r"amax of \d: 1 of 1 differ|stopped"),
-    "the first member": ("grouped.cuh", "group.members + part.member", "group.members", LARGE, r"amax of \d+: 1 of 1 differ"),
+    "the first member": ("grouped.cuh", "group.members + piece.member", "group.members", LARGE, r"amax of \d+: 1 of 1 differ"),
     "the next member too soon": (
         "grouped.cuh",
         "if (turn + gridDim.x < count) __syncthreads();  // before",

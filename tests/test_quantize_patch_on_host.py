@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from host.cases_patch import patches
+from host.cases_patch import Patch, patches
+from host.cases_variants import E1M2, E2M1_BIAS3, E3M0, E3M4, ZeroPatches, of_elements, square
+from inputs import BF16
 
 from fp4kit.cuda.ways import patches as is_patched
 from fp4kit.recipes import RECIPES
@@ -13,4 +16,23 @@ SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]
 
 @pytest.mark.parametrize("case", list(dict.fromkeys(patches(SUPPORTED))), ids=str)
 def test_quantize_patch(host, case):
+    host.check(case)
+
+
+F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
+VARIANTS = [
+    Patch(of_elements("nvfp4-te", E1M2)),
+    Patch(of_elements("nvfp4-te", E1M2), hadamard=True),
+    Patch(of_elements("mxfp4-ocp", E3M0)),
+    Patch(of_elements("mxfp8-te", E3M4), F32),
+    Patch(of_elements("nvfp4-te-2d", E2M1_BIAS3), F16),
+    Patch(of_elements("nvfp4-te-2d", E3M0), fake=True),
+    ZeroPatches(square("nvfp4-flashinfer"), BF16),
+    ZeroPatches(RECIPES["nvfp4-flashinfer"], F32),
+]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_variants(host, case):
+    """Other element formats, and blocks of zeros."""
     host.check(case)

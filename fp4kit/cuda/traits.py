@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E4M3, ElementFormat
+from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
 
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 DECODE_RULES = {"e8m0": "decode_e8m0_rule"}  # the others are decode_<rule>
 
 
-def format_struct(f: ElementFormat) -> str:
+def is_same(a: ElementFormat, b: ElementFormat) -> bool:
+    """Whether two formats have the same numbers under the same codes, whatever they are called."""
+    return replace(a, name=b.name) == b
+
+
+def format_struct(f: ElementFormat, name: str) -> str:
     """A struct of the facts of one format."""
     facts = {
         "int kExponentBits": f.exponent_bits,
@@ -29,8 +36,11 @@ def format_struct(f: ElementFormat) -> str:
         "u32 kMaxBits": int(np.float32(f.max).view(np.uint32)),
         "bool kHasNan": f.specials != "none",
         "bool kIsInteger": f.is_integer,
+        "bool kIsE2m1": is_same(f, E2M1),
+        "bool kIsE4m3": is_same(f, E4M3),
+        "bool kIsE5m2": is_same(f, E5M2),
     }
-    return f"struct {f.name} {{ {' '.join(_constant(name, value) for name, value in facts.items())} }};"
+    return f"struct {name} {{ {' '.join(_constant(fact, value) for fact, value in facts.items())} }};"
 
 
 def _constant(name: str, value: object) -> str:
@@ -64,7 +74,6 @@ def recipe_struct(
         "bool kHasTable": has_table(r),
         "bool kPropagateNan": r.amax_nan == "propagate",
         "bool kFlush": r.flush,
-        "bool kZeroFactor": r.flush and r.scale == E4M3,
         "bool kDivide": r.apply == "divide",
         "bool kRoundScaled": r.round_scaled,
         "bool kNanIsMax": r.nan_is_max,
@@ -82,17 +91,17 @@ def recipe_struct(
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
         "TensorScaling kTensorScaling": f"TensorScaling::{r.tensor_scaling}",
     }
-    formats = {f.name: format_struct(f) for f in (r.element, r.scale or E4M3)}
+    formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
     names = [
-        f"using Element = {r.element.name};",
-        f"using Scale = {(r.scale or E4M3).name};",
+        "using Element = ElementFormat;",
+        "using Scale = ScaleFormat;",
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
         f"using BlockRule = block_{'none' if r.block_rule in (None, 'four_over_six') else r.block_rule};",
         f"using DecodeRule = {_decode_rule(r)};",
         *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]
-    return "\n".join([*formats.values(), f"struct R {{ {' '.join(names + constants)} }};"])
+    return "\n".join([*formats, f"struct R {{ {' '.join(names + constants)} }};"])
 
 
 def _decode_rule(r: Recipe) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fp4kit.call.parse import HADAMARD_BLOCK, Declined
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, grid
+from fp4kit.cuda.limits import check_formats, unsupported
 from fp4kit.cuda.traits import has_table
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
@@ -135,7 +136,8 @@ def _takes_patch(w: Work) -> bool:
 
 def _takes_table(w: Work) -> bool:
     r = w.recipe
-    known = r.four_over_six is not None and r.block in ((1, 16), (16, 16)) and r.tensor_scaling == "tensor"
+    square = r.block == (16, 16) and r.amax_nan == "propagate"
+    known = r.four_over_six is not None and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
     plain = _by_rows(w) and not (w.values or w.grouped)
     return known and plain and w.dtype == BFLOAT16 and w.shape[0] * w.shape[1] >= TABLE_LEAST
 
@@ -147,8 +149,8 @@ def _by_rows(w: Work) -> bool:
 def _takes_tile(w: Work) -> bool:
     r = w.recipe
     rows, columns = r.block or (1, 0)
-    whole = columns in (HADAMARD_BLOCK, WIDEST_TILE) and THREADS % rows == 0 and not (w.calibrated and rows > 1)
-    return _by_rows(w) and (rows > 1 or r.four_over_six is not None) and whole
+    whole = columns in (HADAMARD_BLOCK, WIDEST_TILE) and THREADS % rows == 0
+    return _by_rows(w) and (rows > 1 or r.four_over_six is not None) and whole and not w.calibrated
 
 
 def _takes_plain(w: Work) -> bool:
@@ -230,11 +232,12 @@ WAYS = (
 @lru_cache(KEPT)
 def find(w: Work) -> Way | None:
     """The first way that takes the work; None where there is none."""
-    return next((way for way in WAYS if way.takes(w)), None)
+    return None if unsupported(w.recipe) else next((way for way in WAYS if way.takes(w)), None)
 
 
 def way_of(w: Work) -> Way:
     """The first way that takes the work. Raises Declined with what is needed where there is none."""
+    check_formats(w.recipe)
     way = find(w)
     if way is None:
         raise Declined(why_declined(w))
@@ -254,8 +257,8 @@ def why_declined(w: Work) -> str:
             f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512 columns, "
             "and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
         )
-    if w.calibrated and rows > 1:
-        return "block_amax of blocks of several rows has no CUDA kernel; compute on the CPU"
+    if w.calibrated and (rows > 1 or r.four_over_six):
+        return "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
     return (
         f"blocks of {rows}x{columns} have no CUDA kernel; needs 16 columns or a multiple of 32 (at most 32 for blocks of several "
         "rows and 4over6); compute on the CPU with cupy.asnumpy(x)"

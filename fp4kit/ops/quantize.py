@@ -29,7 +29,7 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    in the producer's own order of operations, which the recipe's rules in fp4kit.reference.scaling state.
+    in the producer's own order of operations, which the recipe's rules in fp4kit.reference.scaling and block_rules state.
 
     x: float32, float16 or bfloat16, any shape and strides: NumPy, CuPy, or any DLPack exporter. Never written to.
     recipe: id, alias or Recipe. Blocks run along `axis`; 16x16 blocks span it and the last one of the other axes.

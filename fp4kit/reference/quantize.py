@@ -9,11 +9,12 @@ import numpy as np
 from fp4kit.layouts import pack
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import multiply_ftz
+from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
 from fp4kit.reference.codec import encode
 from fp4kit.reference.four_over_six import quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.scaling import BLOCK_RULES, TensorScale, round_to, tensor_scale
+from fp4kit.reference.scaling import TensorScale, round_to, tensor_scale
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
 
 
@@ -59,7 +60,8 @@ def quantize_tile(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Codes (m, k) and block scales (m, k / block) of float32 x (m, k).
 
-        scale, factor = block_rule(block_amax, tensor scale);   code = encode(x * factor)   or   encode(x / factor)
+        scale = code(block_amax, tensor scale);   factor = factor(scale, block_amax, tensor scale)
+        code = encode(x * factor)   or   encode(x / factor)
 
     tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k), or None.
     """
@@ -72,8 +74,10 @@ def quantize_tile(
     if recipe.four_over_six:
         codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
     else:
-        scales, factor = BLOCK_RULES[recipe.block_rule](amax, tensor, recipe, dtype)
-        scales, factor = (spread_rows(a, recipe, m) for a in (scales, factor))
+        rule = BLOCK_RULES[recipe.block_rule]
+        scales = rule.code(amax, tensor, recipe, dtype)
+        factor = spread_rows(rule.factor(scales, amax, tensor, recipe, dtype), recipe, m)
+        scales = spread_rows(scales, recipe, m)
         codes = encode_elements(blocks, factor[..., None], recipe, dtype, random)
     return codes.reshape(m, k), scales
 
@@ -85,10 +89,10 @@ def encode_elements(
     scaled = _scale_elements(blocks, factor, recipe)
     if recipe.round_scaled:
         scaled = round_to(scaled, dtype)
+    if recipe.nan_is_max:  # a clamp before the conversion, whatever that rounds to
+        scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
     if random is not None:
         return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
-    if recipe.nan_is_max:
-        scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
     if recipe.narrow:
         scaled = np.maximum(scaled, -recipe.element.max)
     return encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)

@@ -13,9 +13,10 @@ from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial
+from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
-from fp4kit.reference.scaling import BLOCK_RULES, tensor_scale
+from fp4kit.reference.scaling import tensor_scale
 from fp4kit.training.partition import Partition
 
 
@@ -81,7 +82,7 @@ class HostStages:
                 raise ValueError(f"cast_master_weights: matrix {t} has NaN; {q.recipe.id} has no scale for it; needs numbers")
             tensor = tensor_scale(self._whole[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
-                codes = BLOCK_RULES[q.recipe.block_rule or ""](amax, tensor, q.recipe, q.dtype).codes
+                codes = BLOCK_RULES[q.recipe.block_rule or ""].code(amax, tensor, q.recipe, q.dtype)
             q.block_scale[...] = spread_rows(codes, q.recipe, q.shape[0])
             if q.tensor_scale is not None:
                 q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._whole[t]

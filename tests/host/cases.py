@@ -92,6 +92,11 @@ class Quantize:
         stochastic = self.rounding != "nearest"
         return Work(self.recipe, self.dtype, x.shape, self.layout, self.fake, False, stochastic, mask, self.block_amax)
 
+    def matrix(self, kind: str) -> np.ndarray:
+        """One of the matrices, in whole runs of a transform."""
+        x = matrix(kind, self.dtype, self.recipe)
+        return x if self.hadamard is False else np.ascontiguousarray(x[:, : x.shape[1] // 16 * 16])
+
     def options(self, x: np.ndarray) -> dict[str, object]:
         """Arguments of fp4kit.quantize."""
         rng = np.random.default_rng(2)
@@ -103,7 +108,7 @@ class Quantize:
 
     def run(self) -> Iterator[Result]:
         for kind in ("adversarial", "uneven", "row", "nonfinite") + ("tall",) * (self.layout != "linear"):
-            x = matrix(kind, self.dtype, self.recipe)
+            x = self.matrix(kind)
             yield from self.compare(x, 0, None)
             if self.recipe.tensor_scaling == "tensor":  # adversarial blocks are too far apart for one tensor scale
                 yield from self.compare(x, 0, np.float32(3.7))

@@ -36,7 +36,7 @@ class GroupedQuantize:
 
     def run(self) -> Iterator[Result]:
         case, count = self.single, len(KINDS) * self.times
-        tensors = [matrix(kind, case.dtype, case.recipe) for kind in KINDS * self.times]
+        tensors = [case.matrix(kind) for kind in KINDS * self.times]
         amaxes = [np.float32(2**i) for i in range(count)] if case.recipe.tensor_scaling == "tensor" else [None] * count
         for misaligned in ((), MISALIGNED) if case.misaligned else ((),):
             places = [case.dtype.itemsize * (i in misaligned) for i in range(count)]

@@ -19,9 +19,10 @@ from fp4kit.ops.partial import amax_shape
 from fp4kit.quantized import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial as reference
+from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import encode_elements, tensor_amax
-from fp4kit.reference.scaling import BLOCK_RULES, tensor_scale
+from fp4kit.reference.scaling import tensor_scale
 
 TENSOR_AMAX = np.float32(3.7)
 
@@ -148,7 +149,8 @@ class Partial:
         r = self.recipe
         tensor = tensor_scale(whole, r, self.dtype)
         with np.errstate(all="ignore"):
-            codes, factor = BLOCK_RULES[r.block_rule](amax, tensor, r, self.dtype)
+            codes = BLOCK_RULES[r.block_rule].code(amax, tensor, r, self.dtype)
+            factor = BLOCK_RULES[r.block_rule].factor(codes, amax, tensor, r, self.dtype)
         return spread_rows(codes, r, len(x)), factor, tensor.decode if r.tensor_scaling == "tensor" else np.float32(1)
 
     def expected_codes(self, x: np.ndarray, scales: tuple[np.ndarray, ...]) -> np.ndarray:

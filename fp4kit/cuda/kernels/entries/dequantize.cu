@@ -17,7 +17,7 @@ struct Arguments {
   const float* tensor_scale;  // by R::kTensorScaling (null without)
   const float* tensor_amax;   // as many, where they are known (null where not); one a row or block: of implied_kernel
   i64 rows, columns;
-  i64 ahead;  // pieces of the codes from one that is read to one that is fetched into the L2
+  i64 ahead;  // steps from codes that are read to those that are fetched into the L2
 };
 
 template <class R, class Out>
@@ -41,8 +41,7 @@ struct Place {
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
   constexpr int kRun = Runs<R, Out>::kRun;
-  constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
-  if constexpr (kE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
+  if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
     decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
     const u32 half = bits_of(scale) >> 16;  // exact: a power of two, NaN or infinity
@@ -82,7 +81,7 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Fetch a piece of kStep whole runs that comes a.ahead pieces behind the one that begins with run `start`, as many as the device has
+// Fetch the kStep whole runs of the step that comes a.ahead steps behind the one that begins with run `start`, as many as the device has
 // in hand: when it is read, it is near. Scales go with it where they lie in the order of the codes.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const Arguments& a, u32 start, u32 runs) {

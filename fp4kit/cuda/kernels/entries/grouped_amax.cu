@@ -8,7 +8,7 @@
 using Members = GroupOf<Arguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
-  for_each_part<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       amax<Input, kCounted, true>(a, grid);
     } else {
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
-  for_each_part<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece<true>(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       amax_rows<Input, kCounted, true>(a, grid);
     } else {

@@ -5,7 +5,7 @@
 using Members = GroupOf<Arguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_clip_kernel(Members group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
       clip_gradient<Input, Gradient, true>(a, grid);
     } else {

@@ -5,7 +5,7 @@
 using Members = GroupOf<Arguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_plain_kernel(Members group) {
-  for_each_part(group, [](const Arguments& given, Grid grid, bool aligned) {
+  for_each_piece(group, [](const Arguments& given, Grid grid, bool aligned) {
     __shared__ Arguments a;  // in shared memory, so that no register holds where they are: 48 registers and not 64
     if (threadIdx.x == 0) a = given;
     __syncthreads();

@@ -5,7 +5,7 @@
 using Members = GroupOf<Arguments, kSmall>::Type;
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_quantize_tile_kernel(Members group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool aligned) {
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool aligned) {
     if (is_empty<R, Input>(a, grid)) return;
     if (kAligned || aligned) {
       quantize_tile<R, Input, true>(a, grid);

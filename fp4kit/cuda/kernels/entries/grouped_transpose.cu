@@ -12,7 +12,7 @@ struct ByteScales : S {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident) grouped_transpose_kernel(Members group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, u32 aligned) {
+  for_each_piece(group, [](const Arguments& a, Grid grid, u32 aligned) {
     if (kAligned || aligned == (kWholeCodes | kWordScales)) {
       transpose<S, true>(a, grid);
     } else if (aligned == kWholeCodes) {

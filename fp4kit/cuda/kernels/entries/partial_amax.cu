@@ -1,5 +1,5 @@
 // partial_amax: amaxes of blocks, and of the tensor, as far as a shard owns their elements. A thread takes a block, row by row.
-#include "block.cuh"
+#include "exact.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
@@ -20,7 +20,6 @@ struct Largest { float block, tensor; };
 // One row of a block, from element p on. kWhole: all of it may be read 16 bytes at a time.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
-  constexpr AmaxNan kNan = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;
   BlockAmax<R::kAmaxNan> row;
 #pragma unroll
   for (int start = 0; start < R::kBlock; start += kRun) {
@@ -36,7 +35,7 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
       for (int i = 0; i < kRun; ++i) found.tensor = fmaxf(found.tensor, is_finite(x[i]) ? magnitude_of(x[i]) : 0.0f);
     }
   }
-  found.block = larger<kNan>(found.block, row.result());
+  found.block = larger_of_rows<R>(found.block, row.result());
 }
 
 template <class R, class In, bool kAligned>
@@ -94,5 +93,5 @@ FP4KIT_DEVICE void partial_amax(const Arguments& a, Grid grid) {
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(Arguments a) { partial_amax<R, Input>(a, whole_grid()); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_amax_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_amax<R, Input>(a, grid); });
 }

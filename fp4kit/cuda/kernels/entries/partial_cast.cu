@@ -16,8 +16,7 @@ struct Arguments {
 
 // Codes of a run, packed. Finite elements take the short way where there is one.
 template <class R, class In>
-FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
-  constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[kCodeWords<R, kRun>]) {
   const Factor factor = {by, R::kDivide ? 1.0f / by : by};
   if constexpr (ShortWay<R, In>::kExists) {
     if (takes_short_way<R, In>(largest_bits_of(run), factor)) {
@@ -25,13 +24,10 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[k
       return;
     }
   }
-#pragma unroll
-  for (int i = 0; i < kRun / kPerWord; ++i) {
-    words[i] = 0u;
-#pragma unroll
-    for (int j = 0; j < kPerWord; ++j)
-      words[i] |= encode_element<R>(scaled_element<R, In>(element(run, i * kPerWord + j), by)) << (kBits * j);
-  }
+  const u32 bytes[kRun] = {};
+  float x[kRun];
+  widen_run(run, x);
+  exact_codes<R, In>(x, bytes, by, words);
 }
 
 // A walk over the runs of a matrix, `stride` at a time: the block of each, blocks being numbered row by row.
@@ -89,5 +85,5 @@ FP4KIT_DEVICE void partial_cast(const Arguments& a, Grid grid) {
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(Arguments a) { partial_cast<R, Input>(a, whole_grid()); }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

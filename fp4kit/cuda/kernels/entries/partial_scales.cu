@@ -23,9 +23,7 @@ FP4KIT_DEVICE void partial_scales(const Arguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
     const float amax = a.block_amax[a.block_at + i];
     const u32 code = R::BlockRule::template code<R, In>(amax, t);
-    float factor = R::BlockRule::template factor<R, In>(code, t);
-    if constexpr (R::kZeroFactor) factor = magnitude_of(amax) < kFltMin ? 0.0f : factor;  // FlashInfer
-    a.factors[a.factor_at + i] = factor;
+    a.factors[a.factor_at + i] = R::BlockRule::template factor<R, In>(code, amax, t);
     if (!a.scales) continue;
     if constexpr (R::kBlockRows == 1) {
       a.scales[a.scale_at + i] = static_cast<u8>(code);
@@ -43,5 +41,5 @@ extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(Arg
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_scales_kernel(Group<Arguments> group) {
-  for_each_part(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
+  for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_scales<R, Input>(a, grid); });
 }

@@ -125,7 +125,7 @@ FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code
   }
 }
 
-// Quantize a run the short way; false if it has to go the long way, and nothing is written then. Neighbours exchange their
+// Quantize a run the short way; false if it has to go the exact way, and nothing is written then. Neighbours exchange their
 // amaxes, so every thread of a warp must come here. own: largest_bits_of(x).
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const Run<In, Rows<R, In>::kRun>& x, u32 own,
@@ -154,14 +154,9 @@ FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const
 // amax of the block that run `run` is a part of.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
-  BlockAmax<R::kAmaxNan> amax;
-#pragma unroll 1
-  for (u32 lane = 0; lane < Rows<R, In>::kLanes; ++lane) {
-    float x[Rows<R, In>::kRun];
-    widen_run(load_run_of<R, In, kAligned>(a, run / Rows<R, In>::kLanes * Rows<R, In>::kLanes + lane), x);
-    amax.add(x);
-  }
-  return amax.result();
+  constexpr int kRun = Rows<R, In>::kRun;
+  const u32 first = run / Rows<R, In>::kLanes * Rows<R, In>::kLanes;
+  return exact_amax<R, kRun>(1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
 // Quantize a run of any elements.
@@ -173,9 +168,7 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorSc
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
   widen_run(load_run_of<R, In, kAligned>(a, place.run), x);
-  u32 codes[kRun];
-  encode_run<R, In>(a, static_cast<i64>(place.run) * kRun, x, f.by, codes);
-  write_run<R, In, kRun, kAligned>(a, static_cast<i64>(place.run) * kRun, codes, code, t);
+  store_exact<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f.by, code, t);
   store_scales<R, In>(a, place, code, t);
 }
 
@@ -186,7 +179,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   const Walk<R, In> walk = walk_of<R, In>(a);
   const TensorScale whole_scale = Way::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1) : TensorScale{};
   if constexpr (R::kHasTable) {
-    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of<R, In>(threadIdx.x, whole_scale);
+    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, whole_scale);
     __syncthreads();
   }
   if constexpr (R::kTensorScaling == TensorScaling::tensor && !R::kFake) {
@@ -206,7 +199,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
 #pragma unroll
     for (int k = 0; k < Way::kUnroll && Way::kShort && R::kStochastic; ++k)
       random[k] = random_words(a, static_cast<i64>(place_of<R, In>(walk, step, k).run) * Way::kRun);
-    u32 left = 0u;  // bit k: run k goes the long way
+    u32 left = 0u;  // bit k: run k goes the exact way
     TensorScale t = whole_scale;
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {

@@ -39,7 +39,7 @@ FP4KIT_DEVICE void quantize_left_runs(const PatchArguments& a, const Runs<P>& ru
     Factor f;
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(x - runs.column % R::kBlock, 1, 0, 1), t, table, f);
     u32 words[16 / P::kPerWord];
-    encode_any<R, In>(x, 1, f, words);
+    encode_any<R, In, 16>(x, 1, f, words);
     store_run<R>(a, runs, k, advanced(out, row_bytes<P>(a), k * runs.kStep), words, code);
   }
 }
@@ -95,7 +95,7 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
   load_patch<In, kAligned, P>(a, spot_of<P>(tile), x);  // under way while the table is made
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
   if constexpr (R::kHasTable) {
-    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of<R, In>(threadIdx.x, t);
+    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, t);
     __syncthreads();
   }
   while (i < count) {

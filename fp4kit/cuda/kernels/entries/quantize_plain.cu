@@ -8,18 +8,16 @@ struct Runs {
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
-// Quantize `count` elements from number `first` on, of any values.
+// Quantize `count` elements at x, of any values, numbers `first` and on.
 template <class R, class In>
-FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, Factor f, TensorScale t) {
-  const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
+FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f, TensorScale t) {
   const float scale = R::DecodeRule::template scale<R>(0u, t);
   u32 low = 0u;
 #pragma unroll 1
   for (int j = 0; j < count; ++j) {
-    const float scaled = scaled_element<R, In>(In::widen(x[j]), f.by);
-    const u32 code = R::kStochastic ? encode_stochastic<typename R::Element>(scaled, random_byte(a, first + j)) : encode_element<R>(scaled);
+    const u32 code = exact_code<R, In>(In::widen(x[j]), f.by, R::kStochastic ? random_byte(a, first + j) : 0u);
     if constexpr (R::kFake) {
-      static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
+      static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(exact_value<R>(code, scale));
     } else if constexpr (R::Element::kStoredBits == 8) {
       a.packed[first + j] = static_cast<u8>(code);
     } else {
@@ -29,6 +27,14 @@ FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, F
   }
 }
 
+// The elements of a run, one by one.
+template <class In, int kRun>
+FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typename In::Bits (&elements)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) elements[i] = In::narrow(element(run, i));
+  return elements;
+}
+
 // Quantize a whole run.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRun>& x, Factor f, TensorScale t) {
@@ -36,10 +42,8 @@ FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRu
     if (takes_short_way<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
   }
   float values[kRun];
-  u32 codes[kRun];
   widen_run(x, values);
-  encode_run<R, In>(a, first, values, f.by, codes);
-  write_run<R, In, kRun, kAligned>(a, first, codes, 0u, t);
+  store_exact<R, In, kAligned>(a, first, values, f.by, 0u, t);
 }
 
 template <class R, class In, bool kAligned>
@@ -66,17 +70,23 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
       firsts[k] = rows[k] * a.columns + column;
       amaxes[k] = kRows && run < runs ? a.tensor_amax[rows[k]] : 0.0f;
       counts[k] = run < runs ? static_cast<int>(minimum<i64>(kRun, a.columns - column)) : 0;
-      if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(static_cast<const typename In::Bits*>(a.x) + firsts[k]);
+      const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + firsts[k];
+      if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(from);
+      else if (R::kHadamard && counts[k]) x[k] = read_run<In, kRun, false>(from);  // rows are whole runs
     }
 #pragma unroll
     for (int k = 0; k < Way::kUnroll; ++k) {
       if (counts[k] == 0) break;
       const TensorScale t = kRows ? R::TensorRule::template scale<R, In>(amaxes[k]) : whole_scale;
-      const Factor f = factor_of<R, In>(0u, t);
+      const Factor f = factor_of_code<R, In>(0u, t);
+      if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x[k]);
       if (even && counts[k] == kRun) {
         quantize_run<R, In, kAligned>(a, firsts[k], x[k], f, t);
       } else {
-        quantize_elements<R, In>(a, firsts[k], counts[k], f, t);
+        typename In::Bits transformed[R::kHadamard ? kRun : 1];
+        const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + firsts[k];
+        if constexpr (R::kHadamard) from = narrow_to(x[k], transformed);
+        quantize_elements<R, In>(a, firsts[k], counts[k], from, f, t);
       }
       const bool owner = !R::kFake && firsts[k] == rows[k] * a.columns && (kRows || rows[k] == 0u);
       if (owner && a.tensor_scale) store_tensor_scale(a, rows[k], t);

@@ -61,7 +61,7 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
       store_found<R, In>(a, run, scale_offset<R::kLayout>(row, block, blocks), x, found, static_cast<i32>(found.sum) < 0);
       continue;
     }
-    Tile<R> none;
+    TileMemory<R> none;
     const Spot spot = {row, block, blocks};
     Choice c = {};
     if (!in_table) c = choose_scale<R, In>(x, t, nullptr, none, 0);
@@ -74,7 +74,7 @@ FP4KIT_DEVICE void quantize_rows_by_table(const Arguments& a, const PairTable& t
 }
 
 // Four warps that have eight square blocks side by side, a row of a block each: lane 8 i + j of warp w has row 4 w + i of block j.
-struct Group {
+struct Team {
   static constexpr u32 kThreads = 128, kBlocks = 8;
   u32* parts;  // 64 words of shared memory
 
@@ -124,19 +124,19 @@ struct IntegerSum {
 
 // Square blocks, whatever their elements are.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t) {
+FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Team& team, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t) {
   static_assert(R::kAmaxNan == AmaxNan::propagate, "the largest bits are the amax");
-  group.sync();
-  const float amax = float_of(group.reduce<LargestBits, 0>(largest_bits_of(run)));
+  team.sync();
+  const float amax = float_of(team.reduce<LargestBits, 0>(largest_bits_of(run)));
   u32 six, four;
   scales_of<R>(divide<R>(amax, max_of<typename R::Element>()), t, six, four);
   float errors[2] = {};
 #pragma unroll 1
   for (int k = 0; k < 2; ++k) {
     errors[0] = errors[1];
-    errors[1] = group.sum_in_order(sum_errors<R, true>(run, k == 0 ? six : four, t));
+    errors[1] = team.sum_in_order(sum_errors<R, true>(run, k == 0 ? six : four, t));
   }
-  group.sync();
+  team.sync();
   if (!inside) return;
   const u32 scale = errors[1] < errors[0] ? four : six;
   store_chosen<R, In, kAligned>(a, spot.row * a.columns + spot.block * R::kBlock, encode_chosen<R, true>(run, amax, scale, t), scale, t);
@@ -145,13 +145,13 @@ FP4KIT_DEVICE void quantize_squares_any(const Arguments& a, const Group& group, 
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& table, TensorScale t, bool has_table) {
-  const Group group = {table.parts + Group::number() * 64u};
-  constexpr u32 kGroups = kTableThreads / Group::kThreads;
+  const Team team = {table.parts + Team::number() * 64u};
+  constexpr u32 kTeams = kTableThreads / Team::kThreads;
   const u32 rows = static_cast<u32>(a.rows), blocks = static_cast<u32>(a.columns) / R::kBlock;
-  const u32 wide = (blocks + Group::kBlocks - 1) / Group::kBlocks, tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
-  const u32 step = gridDim.x * kGroups, down = step / wide * R::kBlockRows, right = step % wide * Group::kBlocks;
-  u32 tile = blockIdx.x * kGroups + Group::number();
-  u32 row = tile / wide * R::kBlockRows + Group::row(), block = tile % wide * Group::kBlocks + Group::block();
+  const u32 wide = (blocks + Team::kBlocks - 1) / Team::kBlocks, tiles = (rows + R::kBlockRows - 1) / R::kBlockRows * wide;
+  const u32 step = gridDim.x * kTeams, down = step / wide * R::kBlockRows, right = step % wide * Team::kBlocks;
+  u32 tile = blockIdx.x * kTeams + Team::number();
+  u32 row = tile / wide * R::kBlockRows + Team::row(), block = tile % wide * Team::kBlocks + Team::block();
   const auto load = [&](u32 row, u32 block) {
     if (row >= rows || block >= blocks) return Run<In, R::kBlock>{};
     return load_row<R, In, kAligned>(a, static_cast<i64>(row * blocks + block) * R::kBlock);
@@ -161,18 +161,18 @@ FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& tabl
     Run<In, R::kBlock> x = next;
     next_row = row + down;
     next_block = block + right;
-    if (next_block >= wide * Group::kBlocks) {
-      next_block -= wide * Group::kBlocks;
+    if (next_block >= wide * Team::kBlocks) {
+      next_block -= wide * Team::kBlocks;
       next_row += R::kBlockRows;
     }
     next = load(next_row, next_block);
     const bool inside = row < rows && block < blocks;
     if (has_table) {
-      const float amax = float_of(group.reduce<LargestBits, 0>(largest_bits_of(x)));
+      const float amax = float_of(team.reduce<LargestBits, 0>(largest_bits_of(x)));
       Lookup<R> found;
       found.sum = 0u;
       look_up_block<R>(table, x, amax, t, found);
-      const u32 sum = group.reduce<IntegerSum, 1>(static_cast<u32>(static_cast<i32>(found.sum) >> 8));
+      const u32 sum = team.reduce<IntegerSum, 1>(static_cast<u32>(static_cast<i32>(found.sum) >> 8));
       if (!__any_sync(0xFFFFFFFFu, !is_beyond(sum, kSquareSlack))) {
         const u32 run = row * blocks + block;
         const u32 scale_at = R::kLayout == ScaleLayout::linear ? run : scale_offset<R::kLayout>(row, block, blocks);
@@ -180,7 +180,7 @@ FP4KIT_DEVICE void quantize_squares_by_table(const Arguments& a, PairTable& tabl
         continue;
       }
     }
-    quantize_squares_any<R, In, kAligned>(a, group, Spot{row, block, blocks}, inside, x, t);
+    quantize_squares_any<R, In, kAligned>(a, team, Spot{row, block, blocks}, inside, x, t);
     next = load(next_row, next_block);  // again, so that it took no registers
   }
 }

@@ -1,6 +1,7 @@
 // One block in registers: its amax, the scaling of its elements, their codes and values. What R::kX means: see Recipe.
 #pragma once
 
+#include "block_rules.cuh"
 #include "decode.cuh"
 #include "random.cuh"
 
@@ -49,7 +50,8 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
 
 // a / divisor from its rounded reciprocal, where no step leaves the normal range: on the same side of every midpoint of E2M1 and of small
 // integers as the quotient rounded once, or on the midpoint where that is; for the largest values of formats, that quotient itself.
-// Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; for divisors 6, 7, 127, 448, of every a.
+// Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint, which stands for any with 8 bits at most; for
+// divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest values of formats are, for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float near = a * reciprocal;
   return fma_rn(fma_rn(-divisor, near, a), reciprocal, near);

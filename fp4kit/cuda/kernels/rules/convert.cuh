@@ -1,7 +1,8 @@
 // encode and decode of one value, for any element format; the twin of reference/codec.py.
 //
 // A format F is a struct that the loader writes from formats.py: kExponentBits, kMantissaBits, kBias, kEmin, kSignBit, kMaxCode,
-// kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value).
+// kNanCode, kHasNan, kIsInteger, kBits, kMaxBits (float32 bits of the largest value); kIsE2m1, kIsE4m3, kIsE5m2: whether it is the format
+// that instructions and tricks for one format are made for.
 #pragma once
 
 #include "ptx.cuh"

@@ -161,7 +161,7 @@ struct fake_int4_qat {
     return clip(rintf(x / s.decode), -max_of<typename R::Element>(), max_of<typename R::Element>()) * s.decode;
   }
   template <class R>
-  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return float_of(largest) * s.encode < 1.2089258e24f; }  // 2^80
+  FP4KIT_DEVICE bool is_plain(u32 largest, FakeScale s) { return float_of(largest) * s.encode < 0x1p80f; }
   template <class R, class In>
   FP4KIT_DEVICE float plain(float x, FakeScale s) {
     const float max = max_of<typename R::Element>();

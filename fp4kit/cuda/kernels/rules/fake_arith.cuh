@@ -9,7 +9,7 @@ struct FakeScale {
   float encode, decode;
 };
 
-FP4KIT_DEVICE bool is_moderate(float x) { return x > 8.271806e-25f && x < 1.2089258e24f; }  // 2^-80, 2^80
+FP4KIT_DEVICE bool is_moderate(float x) { return x > 0x1p-80f && x < 0x1p80f; }
 
 // 1 / divisor where quotient_by may use it, else NaN.
 FP4KIT_DEVICE float safe_reciprocal(float divisor) { return is_moderate(divisor) ? 1.0f / divisor : nan_value(); }
@@ -21,10 +21,10 @@ FP4KIT_DEVICE float over_max(float amax) {
 }
 
 // The nearest integer, ties to even, of |x| < 2^22. Zero is +0.
-FP4KIT_DEVICE float nearest_integer(float x) { return (x + 12582912.0f) - 12582912.0f; }  // 1.5 * 2^23
+FP4KIT_DEVICE float nearest_integer(float x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
 // floor(x) of 0 <= x < 2^23.
-FP4KIT_DEVICE float floor_of(float x) { return add_rz(x, 8388608.0f) - 8388608.0f; }
+FP4KIT_DEVICE float floor_of(float x) { return add_rz(x, 0x1p23f) - 0x1p23f; }
 
 FP4KIT_DEVICE float with_sign_of(float magnitude, float x) { return float_of(bits_of(magnitude) | (bits_of(x) & 0x80000000u)); }
 
@@ -45,12 +45,12 @@ FP4KIT_DEVICE float nearest_finite(float x) {
 // Half a step above the largest value, less a margin for the rounding of what is compared with it.
 template <class F>
 FP4KIT_DEVICE float saturation() {
-  return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * 0.9990234375f;
+  return (max_of<F>() + 0.5f * float_of(static_cast<u32>(F::kEmax - F::kMantissaBits + 127) << 23)) * (1.0f - 0x1p-10f);
 }
 
 // Whether products with s.encode need no clamp, or with one are far from overflow: false for NaN. An amax that is given, not
 // found, is often below the largest element.
 template <class R>
 FP4KIT_DEVICE bool has_small_products(u32 largest, FakeScale s) {
-  return float_of(largest) * s.encode < (R::kStatic ? 1.2089258e24f : saturation<typename R::Element>());  // 2^80
+  return float_of(largest) * s.encode < (R::kStatic ? 0x1p80f : saturation<typename R::Element>());
 }

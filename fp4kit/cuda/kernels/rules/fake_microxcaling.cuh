@@ -38,7 +38,7 @@ struct fake_microxcaling {
     const float positive = amax == 0.0f ? round_to<In>(kFltMin) : amax;
     if (!(positive > 0.0f && is_finite(positive))) return {nan_value(), nan_value()};  // float16 has no 2^-126: log2(0)
     const bool subnormal = positive < kFltMin;
-    const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 18446744073709551616.0f : positive), subnormal ? 64 : 0);
+    const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 0x1p64f : positive), subnormal ? 64 : 0);
     const i32 exponent = maximum(shared - R::Element::kEmax, -127);
     const float decode = round_to<In>(decode_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};  // x / 0 * 0

@@ -1,25 +1,21 @@
 // Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the same.
 //
 // A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no step underflows
-// or overflows unseen (takes_short_way); the long way of quantize.cuh is right for every block, and slower.
+// or overflows unseen (takes_short_way); the exact way (exact.cuh) is right for every block, and slower.
 #pragma once
 
-#include "block.cuh"
+#include "exact.cuh"
 #include "pack.cuh"
-
-// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded.
-struct Factor {
-  float by, reciprocal;
-};
 
 template <class R, class In>
 struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
-  static constexpr bool kE2m1 = R::Element::kBits == 4 && !R::Element::kIsInteger;
+  static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
   // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo && !R::kStochastic;
-  static constexpr bool kRounding = R::kStochastic ? !R::kFake : R::kRounding == Rounding::rn || kShrink;
+  // encode_magnitude_stochastic has no power of two for a least exponent above 0.
+  static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : R::kRounding == Rounding::rn || kShrink;
   // -0 that rounding to float16 made is not told from what was one before.
   static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
@@ -30,13 +26,6 @@ struct ShortWay {
   static constexpr bool kFewBits = kHalf && kPowerOfTwo && kE2m1 && !R::kRoundScaled && !R::kFlush && !R::kDivide;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
-
-template <class R, class In>
-FP4KIT_DEVICE Factor factor_of(u32 code, TensorScale t) {
-  const float by = R::BlockRule::template factor<R, In>(code, t);
-  if constexpr (R::kDivide) return {by, 1.0f / by};
-  return {by, by};
-}
 
 // Whether a block goes the short way. largest: float32 bits of its largest magnitude.
 template <class R, class In>
@@ -113,7 +102,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Codes of a run, packed as store_codes packs them.
+// Codes of a run, packed as exact_codes packs them.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using Way = ShortWay<R, In>;
@@ -152,7 +141,7 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Codes of a run with random bytes, packed as store_codes packs them. Signs are the products', whatever R::kSign, as in
+// Codes of a run with random bytes, packed as exact_codes packs them. Signs are the products', whatever R::kSign, as in
 // encode_stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
@@ -181,7 +170,7 @@ FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, 
       const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
       const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
       word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
-      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 256u, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
+      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
     }
     if constexpr (ShortWay<R, In>::kE2m1) {
       if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest

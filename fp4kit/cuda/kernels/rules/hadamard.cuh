@@ -8,7 +8,7 @@
 //    e + 21 - M after rounding, which leaves it below that power of two by 2^-12 and more. A quarter is exact: u >= 2^-133.
 // 2. No y is close to where rounding goes another way: 15 sums round on the way to it, each by at most 2^-24 of the largest sum.
 //
-// Sums that overflow float32 make an infinity or a NaN of some y, because no later sum is without it; such runs go the long way.
+// Sums that overflow float32 make an infinity or a NaN of some y, because no later sum is without it; such runs go the exact way.
 #pragma once
 
 #include "memory.cuh"

@@ -130,18 +130,3 @@ FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount
     for (int i = 0; i < kCount; ++i) y[i] = Out::narrow(values[i]);
   }
 }
-
-// kCount codes -> bytes at out: two 4-bit codes a byte, the even one low; wider codes one a byte. out is aligned to 4 bytes,
-// to the run's bytes up to 16, because runs start at multiples of 16 elements.
-template <int kBits, int kCount>
-FP4KIT_DEVICE void store_codes(u8* out, const u32 (&codes)[kCount]) {
-  constexpr int kPerWord = kBits == 4 ? 8 : 4, kShift = kBits == 4 ? 4 : 8, kWords = kCount / kPerWord;
-  u32 words[kWords];
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    words[w] = 0u;
-#pragma unroll
-    for (int i = 0; i < kPerWord; ++i) words[w] |= codes[w * kPerWord + i] << (kShift * i);
-  }
-  store_words(out, words);
-}

@@ -93,9 +93,9 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
 #if FP4KIT_HAS_CVT_FP8
-  if constexpr (F::kBits == 8 && F::kMantissaBits == 3)
+  if constexpr (F::kIsE4m3)
     return prmt(cvt_rn_satfinite_e4m3x2(v[1], v[0]), cvt_rn_satfinite_e4m3x2(v[3], v[2]), 0x5410u);
-  if constexpr (F::kBits == 8 && F::kMantissaBits == 2)
+  if constexpr (F::kIsE5m2)
     return prmt(cvt_rn_satfinite_e5m2x2(v[1], v[0]), cvt_rn_satfinite_e5m2x2(v[3], v[2]), 0x5410u);
 #endif
   return encode_finite_rn<F>(v[0]) | encode_finite_rn<F>(v[1]) << 8 | encode_finite_rn<F>(v[2]) << 16 |
@@ -106,11 +106,18 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1
-  if constexpr (F::kBits == 4)
+  if constexpr (F::kIsE2m1)
     return cvt_rn_satfinite_e2m1x2(v[1], v[0]) | cvt_rn_satfinite_e2m1x2(v[3], v[2]) << 8 |
            cvt_rn_satfinite_e2m1x2(v[5], v[4]) << 16 | cvt_rn_satfinite_e2m1x2(v[7], v[6]) << 24;
 #endif
-  return encode_x4<F>(v);
+  if constexpr (F::kStoredBits == 4) {
+    u32 word = 0u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word |= encode_finite_rn<F>(v[i]) << (4 * i);
+    return word;
+  } else {
+    return encode_x4<F>(v);
+  }
 }
 
 // The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low bytes, which prmt looks
@@ -131,12 +138,12 @@ FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 // Values of kCount codes as they lie in memory, in the low end of `codes`.
 template <class F, int kCount>
 FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
-  if constexpr (F::kBits == 4 && !F::kIsInteger) {
+  if constexpr (F::kIsE2m1) {
     u32 pairs[kCount / 2];
     decode_pairs_e2m1<kCount>(static_cast<u32>(codes), pairs);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = float_of(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
-  } else if constexpr (F::kBits == 8 && !F::kIsInteger && FP4KIT_HAS_CVT_FP8) {
+  } else if constexpr ((F::kIsE4m3 || F::kIsE5m2) && FP4KIT_HAS_CVT_FP8) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       const u32 halves = decode_fp8x2<F::kMantissaBits>(static_cast<u16>(codes >> (8 * i)));

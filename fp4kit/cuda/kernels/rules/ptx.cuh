@@ -9,7 +9,7 @@ FP4KIT_DEVICE float flush(float x) { return magnitude_of(x) < kFltMin ? float_of
 
 // A result of an .ftz operation: zero if it is below 2^-126 after rounding to 24 bits with an unbounded exponent.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
-  const double tiny = 1.1754943508222875e-38 * (1.0 - 1.0 / 33554432.0);  // 2^-126 (1 - 2^-25)
+  const double tiny = 0x1p-126 * (1.0 - 0x1p-25);
   return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
 }
 

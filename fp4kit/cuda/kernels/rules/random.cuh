@@ -19,8 +19,8 @@ FP4KIT_DEVICE Words philox4x32_10(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1
   return {{c0, c1, c2, c3}};
 }
 
-// Bytes of elements 16 * group ... + 15: byte i is byte i % 4 of word i / 4.
-FP4KIT_DEVICE Words stream_words(u64 seed, u64 group) {
-  return philox4x32_10(static_cast<u32>(group), static_cast<u32>(group >> 32), 0u, 0u, static_cast<u32>(seed),
+// Bytes of elements 16 * counter ... + 15: byte i is byte i % 4 of word i / 4.
+FP4KIT_DEVICE Words stream_words(u64 seed, u64 counter) {
+  return philox4x32_10(static_cast<u32>(counter), static_cast<u32>(counter >> 32), 0u, 0u, static_cast<u32>(seed),
                        static_cast<u32>(seed >> 32));
 }

@@ -1,13 +1,11 @@
-// Scale rules, under the names of reference/scaling.py: tensor_<rule> maps an amax to a TensorScale, block_<rule> has
-//   code(amax, tensor)    the block scale's bit pattern
-//   factor(code, tensor)  what elements are multiplied with or divided by; it depends on amax through the code alone
-// A recipe R is a struct that the loader writes from recipes.py.
+// Tensor rules, under the names of reference/scaling.py: tensor_<rule> maps the amax of a tensor to a TensorScale. A recipe R is a struct
+// that traits.py writes.
 #pragma once
 
 #include "convert.cuh"
 
-constexpr float kInv6 = 1.0f / 6.0f;         // 0x3E2AAAAB, rn
-constexpr float kTinyAmax = 5.9604644775390625e-08f;  // 2^-24
+constexpr float kInv6 = 1.0f / 6.0f;  // 0x3E2AAAAB, rn
+constexpr float kTinyAmax = 0x1p-24f;
 
 struct TensorScale {
   float encode, decode, amax;
@@ -15,13 +13,6 @@ struct TensorScale {
 
 template <class R>
 FP4KIT_DEVICE float full_range() { return max_of<typename R::Element>() * static_cast<float>(R::kScaleMax); }
-
-// np.minimum where NaN propagates, fminf where it is dropped.
-template <class R>
-FP4KIT_DEVICE float lesser(float a, float b) {
-  if constexpr (R::kPropagateNan) return is_nan(a) ? a : fminf(a, b);
-  return fminf(a, b);
-}
 
 // ---- tensor rules -----------------------------------------------------------------------------------------------------
 
@@ -77,7 +68,7 @@ struct tensor_divided {
 template <class In>
 struct SmallestNormal { static constexpr float kValue = kFltMin; };
 template <>
-struct SmallestNormal<Float16> { static constexpr float kValue = 6.103515625e-05f; };
+struct SmallestNormal<Float16> { static constexpr float kValue = 0x1p-14f; };
 
 struct tensor_compressed_tensors {
   template <class R, class In>
@@ -113,186 +104,6 @@ struct tensor_int4_qat {
     const float decode = is_nan(ratio) ? ratio : fmaxf(ratio, 1e-5f);
     return {1.0f / decode, decode, amax};
   }
-};
-
-// ---- block rules, E4M3 scales -----------------------------------------------------------------------------------------
-
-template <class R>
-FP4KIT_DEVICE u32 encode_scale(float x) {
-#if FP4KIT_HAS_CVT_FP8
-  if constexpr (R::Scale::kMantissaBits == 3) return cvt_rn_satfinite_e4m3x2(0.0f, x) & 0xFFu;
-#endif
-  return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
-}
-
-template <class R>
-FP4KIT_DEVICE float decode_scale(u32 code) { return decode<typename R::Scale>(code); }
-
-// np.clip: NaN stays NaN.
-FP4KIT_DEVICE float clip(float x, float low, float high) { return is_nan(x) ? x : fminf(fmaxf(x, low), high); }
-
-struct block_te {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(lesser<R>(amax * (t.encode * kInv6), kFltMax));
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return lesser<R>(1.0f / (decode_scale<R>(code) * t.decode), kFltMax); }
-};
-
-struct block_flashinfer {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(mul_ftz(t.encode, mul_ftz(amax, rcp_approx_ftz(6.0f))));
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) {
-    return rcp_approx_ftz(mul_ftz(decode_scale<R>(code), rcp_approx_ftz(t.encode)));
-  }
-};
-
-struct block_flashinfer_precise {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return magnitude_of(amax) < kFltMin ? 0u : encode_scale<R>(mul_ftz(amax, mul_ftz(t.encode, kInv6)));
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) {
-    return fminf(div_ftz(1.0f, mul_ftz(decode_scale<R>(code), div_ftz(1.0f, t.encode))), kFltMax);
-  }
-};
-
-struct block_modelopt {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float ratio = amax / (max_of<typename R::Element>() * t.decode);
-    return encode_scale<R>(clip(ratio == 0.0f ? 1.0f : ratio, 0.001953125f, max_of<typename R::Scale>()));  // 2^-9
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
-};
-
-struct block_modelopt_static {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float ratio = amax / max_of<typename R::Element>();
-    const float scaled = (ratio == 0.0f ? 1.0f : ratio) * static_cast<float>(R::kScaleMax);
-    return encode_scale<R>(clip(scaled / (t.amax / max_of<typename R::Element>()), 0.001953125f, max_of<typename R::Scale>()));
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
-};
-
-struct block_torchao {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(clip(amax / max_of<typename R::Element>() / t.decode, 0.015625f, max_of<typename R::Scale>()));  // 2^-6
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return t.encode / decode_scale<R>(code); }
-};
-
-struct block_compressed_tensors {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const u32 code = encode_scale<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode);
-    return code == 0u ? encode_scale<R>(0.125f) : code;
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
-};
-
-// ---- block rules, E8M0 scales -----------------------------------------------------------------------------------------
-
-struct inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return inverse_e8m0(code); }
-};
-
-// exponent(bits) + up - emax, clamped to the range of E8M0; 255 where the exponent field is full.
-template <class R>
-FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
-  const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
-  return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
-}
-
-template <class R>
-FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
-  const u32 bits = bits_of(amax);
-  return shifted_exponent<R>(bits > kInfinityBits ? bits : bits + (1u << (22 - mantissa_bits)));
-}
-
-struct block_e8m0_floor : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax)); }
-};
-
-struct block_e8m0_ceil : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax), (bits_of(amax) & 0x7FFFFFu) != 0u); }
-};
-
-struct block_e8m0_even : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rounded_exponent<R>(amax, R::Element::kMantissaBits); }
-};
-
-template <class R>
-FP4KIT_DEVICE u32 rceil(float amax) { return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>())); }
-
-struct block_e8m0_rceil : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return is_finite(amax) ? rceil<R>(amax) : 255u; }
-};
-
-struct block_e8m0_te : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rceil<R>(amax); }
-};
-
-struct block_e8m0_te_reference : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return encode_e8m0_rp(amax / max_of<typename R::Element>()); }
-};
-
-// t = amax * rcp(max), flushed; code 254 has the subnormal inverse 2^-127, which ftz makes 0.
-template <class R>
-FP4KIT_DEVICE u32 code_flashinfer(float amax) {
-  return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
-}
-
-struct block_e8m0_flashinfer_fp4 {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_flashinfer<R>(amax); }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code); }
-};
-
-struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
-
-struct block_e8m0_modelopt : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float ratio = amax / max_of<typename R::Element>();
-    const float exponent = ratio > 0.0f ? ceilf(static_cast<float>(log2(static_cast<double>(ratio)))) : -127.0f;
-    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
-  }
-};
-
-struct block_e8m0_compressed_tensors : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const u32 code = rounded_exponent<R>(amax, R::Element::kBits == 6 ? 3 : 1);
-    return round_to<In>(decode_e8m0(code)) == 0.0f ? 127u : code;
-  }
-};
-
-// No block scales: the tensor's own, in the direction in which it is applied.
-struct block_none {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return 0u; }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, TensorScale t) { return R::kDivide ? t.decode : t.encode; }
 };
 
 // The tensor scale that covers block `block` of row `row`.

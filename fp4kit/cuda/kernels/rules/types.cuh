@@ -12,8 +12,8 @@ using i64 = long long;
 #define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
-constexpr float kFltMax = 3.402823466e+38f;
-constexpr float kFltMin = 1.175494351e-38f;  // smallest normal
+constexpr float kFltMax = 0x1.fffffep127f;
+constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;
 
 FP4KIT_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }

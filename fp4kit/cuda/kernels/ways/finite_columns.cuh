@@ -32,7 +32,7 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Codes of two columns, packed as store_codes packs them.
+// Codes of two columns, packed as exact_codes packs them.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2], u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {
   using Way = ShortWay<R, In>;

@@ -1,4 +1,4 @@
-// What the quantize kernels share: their arguments, and loading, encoding and writing a run of elements.
+// What the quantize kernels share: their arguments, random bytes, and encoding and writing a run of elements.
 #pragma once
 
 #include "finite.cuh"
@@ -6,7 +6,6 @@
 #include "layout.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
 
 struct Arguments {
   const void* x;             // rows x columns elements, contiguous
@@ -18,7 +17,7 @@ struct Arguments {
   const float* block_amax;   // calibrated amaxes of all blocks (null: from x)
   const u8* random;          // random bytes of all elements (null: from the seed)
   float* amax_out;           // where tensor_amax is copied to (null: nowhere)
-  u64 seed, group;           // group: of 16 elements, x's first one among those that the seed's bytes are of
+  u64 seed, counter;         // counter: of x's first 16 elements in the stream of the seed
   i64 rows, columns;
 };
 
@@ -39,7 +38,7 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
   constexpr int kWhole = kRun < 16 ? kRun : 16;
 #pragma unroll
   for (int i = 0; i < kRun; i += kWhole) {
-    const Words words = stream_words(a.seed, a.group + static_cast<u64>(first + i) / 16);
+    const Words words = stream_words(a.seed, a.counter + static_cast<u64>(first + i) / 16);
     u32 w[4] = {words.w[0], words.w[1], words.w[2], words.w[3]};
     if constexpr (kRun < 16) {  // the words that the run begins at, to the front
       if (first & 8) w[0] = w[2], w[1] = w[3];
@@ -52,7 +51,7 @@ FP4KIT_DEVICE void random_bytes(const Arguments& a, i64 first, u32 (&bytes)[kRun
 
 // Random bytes of a run of 16, four a word.
 FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
-  if (!a.random) return stream_words(a.seed, a.group + static_cast<u64>(first) / 16);
+  if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
   if (reinterpret_cast<u64>(a.random) % 16 == 0) {
     const Chunk chunk = *reinterpret_cast<const Chunk*>(a.random + first);
@@ -68,52 +67,31 @@ FP4KIT_DEVICE Words random_words(const Arguments& a, i64 first) {
 // Random byte of one element.
 FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
   if (a.random) return a.random[index];
-  const Words words = stream_words(a.seed, a.group + static_cast<u64>(index) / 16);
+  const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-template <class R, class In, int kRun>
-FP4KIT_DEVICE void encode_run(const Arguments& a, i64 first, const float (&x)[kRun], float factor, u32 (&codes)[kRun]) {
-  if constexpr (R::kStochastic) {
-    u32 bytes[kRun];
-    random_bytes<R>(a, first, bytes);
-#pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      codes[i] = encode_stochastic<typename R::Element>(scaled_element<R, In>(x[i], factor), bytes[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) codes[i] = encode_element<R>(scaled_element<R, In>(x[i], factor));
-  }
-}
-
+// Store the packed codes of a run, or the values that they have.
 template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE void write_run(const Arguments& a, i64 first, const u32 (&codes)[kRun], u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>], u32 scale_code, TensorScale t) {
   if constexpr (R::kFake) {
     const float scale = R::DecodeRule::template scale<R>(scale_code, t);
     float values[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(decode<typename R::Element>(codes[i]), scale);
+    for (int i = 0; i < kRun; ++i) values[i] = exact_value<R>(code_in<R>(words, i), scale);
     store_run<In, kRun, kAligned>(static_cast<typename In::Bits*>(a.values) + first, values);
   } else {
-    constexpr int kPerByte = R::Element::kBits == 4 ? 2 : 1;
-    store_codes<R::Element::kBits>(a.packed + first / kPerByte, codes);
+    store_words(a.packed + first / (8 / R::Element::kStoredBits), words);
   }
 }
 
-template <class R, class In, int kRun, bool kAligned>
-FP4KIT_DEVICE void load_elements(const Arguments& a, i64 first, float (&x)[kRun]) {
-  Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
-  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
-  widen_run(run, x);
-}
-
-// The scale code of a block and the factor for its elements.
-template <class R, class In>
-FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
-  const u32 code = R::BlockRule::template code<R, In>(amax, t);
-  f = R::kHasTable ? table[code % kTableSize] : factor_of<R, In>(code, t);
-  if constexpr (R::kZeroFactor) f.by = magnitude_of(amax) < kFltMin ? 0.0f : f.by;  // FlashInfer
-  return code;
+// Encode a run of any elements, or round it, and store it: first is the number of its first element.
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], float factor, u32 scale_code, TensorScale t) {
+  u32 bytes[kRun] = {}, words[kCodeWords<R, kRun>];
+  if constexpr (R::kStochastic) random_bytes<R>(a, first, bytes);
+  exact_codes<R, In>(x, bytes, factor, words);
+  store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
 // Encode a finite run, or round it, and store it: first is the number of its first element; random: its random bytes, if they are needed.

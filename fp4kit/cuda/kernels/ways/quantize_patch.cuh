@@ -191,31 +191,15 @@ FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 // amax of a block by the recipe's own rule: element (i, j) is x[i * row_step + j * step], rows x R::kBlock of them.
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
-  constexpr AmaxNan kOver = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;  // rows
-  float largest = 0.0f;
-#pragma unroll 1
-  for (int i = 0; i < rows; ++i) {
-    BlockAmax<R::kAmaxNan> amax;
-#pragma unroll 1
-    for (int j = 0; j < R::kBlock; j += 2) {
-      const typename In::Bits* pair = x + i * row_step + j * step;
-      const float values[2] = {In::widen(pair[0]), In::widen(pair[step])};
-      amax.add(values);
-    }
-    largest = rows == 1 ? amax.result() : larger<kOver>(largest, amax.result());
-  }
-  return largest;
+  return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {
+    const typename In::Bits* first = x + i * row_step + j * step;
+    pair[0] = In::widen(first[0]);
+    pair[1] = In::widen(first[step]);
+  });
 }
 
-// Codes of elements that lie `step` apart, of any values: small code for a rare case.
-template <class R, class In, int kWords>
-FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kWords]) {
-  constexpr int kPerWord = 32 / R::Element::kStoredBits;
-#pragma unroll
-  for (int w = 0; w < kWords; ++w) {
-    words[w] = 0u;
-#pragma unroll 1
-    for (int i = 0; i < kPerWord; ++i)
-      words[w] |= encode_element<R>(scaled_element<R, In>(In::widen(x[(w * kPerWord + i) * step]), f.by)) << (R::Element::kStoredBits * i);
-  }
+// Codes of kRun elements that lie `step` apart, of any values.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
+  exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f.by, words);
 }

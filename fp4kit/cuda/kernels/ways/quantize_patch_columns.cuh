@@ -102,13 +102,13 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   Factor f;
   if constexpr (!R::kHadamard) {
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(x - above * step, 1, 0, step), t, table, f);
-    encode_any<R, In>(x, step, f, words);
+    encode_any<R, In, P::kHigh>(x, step, f, words);
     return code;
   } else {
     typename In::Bits transformed[16];
     transform_column<R, In>(x, step, transformed);
     const u32 code = scale_block<R, In>(amax_of_block<R, In>(transformed, 1, 0, 1), t, table, f);
-    encode_any<R, In>(transformed, 1, f, words);
+    encode_any<R, In, P::kHigh>(transformed, 1, f, words);
     return code;
   }
 }

@@ -41,8 +41,7 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run
 #pragma unroll 1
   for (int i = 0; i < P::kHigh * P::kSpan && s.row + i / P::kSpan < a.rows; ++i) {
     const i64 offset = i / P::kSpan * a.columns + i % P::kSpan;
-    const u32 code = encode_element<R>(scaled_element<R, In>(In::widen(from[offset]), f.by));
-    y[offset] = In::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
+    y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(In::widen(from[offset]), f.by, 0u), scale));
   }
 }
 
@@ -53,13 +52,13 @@ FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const Spot& s, Factor f
 #pragma unroll 1
   for (int i = 0; a.packed && i < P::kHigh && s.row + i < a.rows; ++i) {
     u32 words[P::kRowWords];
-    encode_any<R, In>(x + i * a.columns, 1, f, words);
+    encode_any<R, In, P::kSpan>(x + i * a.columns, 1, f, words);
     store_words(advanced(first_codes<P>(a, s), row_bytes<P>(a), i), words);
   }
 #pragma unroll 1
   for (int j = 0; a.column_packed && j < P::kSpan; ++j) {
     u32 words[P::kWords];
-    encode_any<R, In>(x + j, a.columns, f, words);
+    encode_any<R, In, P::kHigh>(x + j, a.columns, f, words);
     stage_column<P>(staging, s, j, words);
   }
 }

@@ -10,11 +10,11 @@ constexpr int kTileThreads = 256;
 constexpr int kTileWarps = kTileThreads / 32;
 
 template <class R, bool kTall = (R::kBlockRows > 1)>
-struct Tile {  // blocks in a row do not meet
+struct TileMemory {  // blocks in a row do not meet
   static constexpr int kColumns = kTileThreads;
 };
 template <class R>
-struct Tile<R, true> {
+struct TileMemory<R, true> {
   static constexpr int kRows = R::kBlockRows, kColumns = kTileThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
   float parts[3][kTileWarps][kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
@@ -29,11 +29,11 @@ struct SumOf {
 };
 
 // Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
-// neighbouring rows.
+// neighbouring rows, or a part of one row where that has more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
-FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int column) {
-  constexpr int kColumns = Tile<R>::kColumns;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
+  constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // of a row
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = kWarps > 1 ? column / 32 : 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
 #pragma unroll
@@ -44,23 +44,22 @@ FP4KIT_DEVICE void reduce_rows(Tile<R>& tile, float (&values)[kCount], int colum
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {
-    values[k] = tile.parts[kPart + k][0][column];
+    values[k] = tile.parts[kPart + k][first][column];
 #pragma unroll
-    for (int w = 1; w < kTileWarps; ++w) values[k] = Operation::of(values[k], tile.parts[kPart + k][w][column]);
+    for (int w = kWarps; w < kTileWarps; w += kWarps) values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
   }
 }
 
 // Larger over the rows of a block; every thread gets the result.
 template <class R>
-FP4KIT_DEVICE float amax_of_rows(Tile<R>& tile, float amax, int row, int column) {
+FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {
     return amax;
   } else {
     tile.values[0][row][column] = amax;
     __syncthreads();
-    constexpr AmaxNan kNan = R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore;
     float result = 0.0f;
-    for (int r = 0; r < R::kBlockRows; ++r) result = larger<kNan>(result, tile.values[0][r][column]);
+    for (int r = 0; r < R::kBlockRows; ++r) result = larger_of_rows<R>(result, tile.values[0][r][column]);
     __syncthreads();
     return result;
   }
@@ -68,7 +67,7 @@ FP4KIT_DEVICE float amax_of_rows(Tile<R>& tile, float amax, int row, int column)
 
 // Sum over the rows of a block as a tree: row i with i + 8, then + 4, + 2, + 1; every thread gets both sums.
 template <class R>
-FP4KIT_DEVICE void sum_rows(Tile<R>& tile, float (&error)[2], int row, int column) {
+FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {
     tile.values[0][row][column] = error[0];
     tile.values[1][row][column] = error[1];
@@ -106,7 +105,7 @@ struct Choice {
 
 // table: of near scales (null: none). kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In>
-FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, Tile<R>& tile,
+FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const NearScale* table, TileMemory<R>& tile,
                                   int column) {
   float amax[1] = {float_of(largest_bits_of(run))};
   if constexpr (R::kBlockRows > 1) reduce_rows<R, LargerOf, 0>(tile, amax, column);
@@ -157,7 +156,7 @@ FP4KIT_DEVICE void store_row(const Arguments& a, Spot spot, const Run<In, R::kBl
 // thread block must come here.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, bool inside, Run<In, R::kBlock>& run, TensorScale t,
-                                              Tile<R>& tile, int tile_row, int column) {
+                                              TileMemory<R>& tile, int tile_row, int column) {
   float x[R::kBlock];
   widen_run(run, x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
@@ -178,17 +177,16 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const Arguments& a, Spot spot, boo
 
 // Quantize a row of a block, whatever its elements are. kBlockRows > 1: every thread of the thread block must come here.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, Tile<R>& tile, int tile_row,
+FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, TensorScale t, TileMemory<R>& tile, int tile_row,
                                 int column) {
   const i64 first = spot.row * a.columns + spot.block * R::kBlock;
   float x[R::kBlock] = {};
-  if (inside) load_elements<R, In, R::kBlock, kAligned>(a, first, x);
+  if (inside) widen_run(load_row<R, In, kAligned>(a, first), x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
   if (!inside) return;
-  const u32 scale = R::BlockRule::template code<R, In>(amax, t);
-  u32 codes[R::kBlock];
-  encode_run<R, In>(a, first, x, R::BlockRule::template factor<R, In>(scale, t), codes);
-  write_run<R, In, R::kBlock, kAligned>(a, first, codes, scale, t);
+  Factor f;
+  const u32 scale = scale_block<R, In>(amax, t, nullptr, f);
+  store_exact<R, In, kAligned>(a, first, x, f.by, scale, t);
   store_scales<R, In>(a, spot, scale, t);
 }
 
@@ -202,8 +200,8 @@ FP4KIT_DEVICE void fill_near_table(const Arguments& a, NearScale* table) {
 
 // Blocks of kBlockRows rows: a thread block takes as many as it has threads for, side by side.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
-  constexpr int kColumns = Tile<R>::kColumns;
+FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale* table, TileMemory<R>& tile) {
+  constexpr int kColumns = TileMemory<R>::kColumns;
   const int column = threadIdx.x % kColumns, tile_row = threadIdx.x / kColumns;
   const i64 blocks = a.columns / R::kBlock, wide = (blocks + kColumns - 1) / kColumns;
   const i64 tiles = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
@@ -230,7 +228,7 @@ FP4KIT_DEVICE void quantize_tiles(const Arguments& a, Grid grid, const NearScale
 
 // Blocks in a row: a thread takes one at a time.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, Tile<R>& tile) {
+FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale* table, TileMemory<R>& tile) {
   constexpr bool kOneScale = has_one_scale<R>();
   constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // a row's number is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
@@ -257,7 +255,7 @@ FP4KIT_DEVICE void quantize_rows(const Arguments& a, Grid grid, const NearScale*
 
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const Arguments& a, Grid grid) {
-  __shared__ Tile<R> tile;
+  __shared__ TileMemory<R> tile;
   constexpr bool kTable = R::kFourOverSix && has_one_scale<R>();
   __shared__ NearScale table[kTable ? kTableSize : 1];
   if constexpr (kTable) fill_near_table<R, In>(a, table);

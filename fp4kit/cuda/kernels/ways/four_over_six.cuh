@@ -1,7 +1,7 @@
 // 4over6: each block takes the better of two scales, with its amax at value 6 or at 4; the twin of reference/four_over_six.py.
 //
-// The long way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
-// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the long way: about four in
+// The exact way sums the errors as the specification does. But only which sum is less matters, so the short way sums errors that are
+// nearly those, in a few operations an element, and leaves blocks whose sums are too near each other to the exact way: about four in
 // ten thousand of normally distributed data, and blocks that are as good at 4 as at 6, such as those of one magnitude.
 #pragma once
 
@@ -34,7 +34,7 @@ FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   return scaled * t.amax / full_range<R>();
 }
 
-// ---- the long way -----------------------------------------------------------------------------------------------------
+// ---- the exact way -----------------------------------------------------------------------------------------------------
 
 // What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe says so.
 template <class R>
@@ -97,15 +97,8 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
 // Store the codes of a run, or the values that they have.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const Arguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
-  if constexpr (R::kFake) {
-    u32 each[R::kBlock];
-#pragma unroll
-    for (int i = 0; i < R::kBlock; ++i) each[i] = static_cast<u32>(codes >> (4 * i)) & 15u;
-    write_run<R, In, R::kBlock, kAligned>(a, first, each, scale_code, t);
-  } else {
-    const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
-    store_words(a.packed + first / 2, words);
-  }
+  const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
+  store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
 
 // ---- the short way ----------------------------------------------------------------------------------------------------

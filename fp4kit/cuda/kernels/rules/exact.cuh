@@ -1,0 +1,111 @@
+// A block of any elements, exactly as the specification has it: its amax, its scale and factor, the codes and values of its elements.
+//
+// Every kernel has a short way for blocks that are ordinary (finite.cuh), and comes here with all others. A kernel finds its elements
+// itself, and hands them over as functions: load(i, j, x) of the elements from j on of row i of a block, at(i) of element i of a run.
+#pragma once
+
+#include "block.cuh"
+
+constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
+
+// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded.
+struct Factor {
+  float by, reciprocal;
+};
+
+template <class R, class In>
+FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
+  const float by = R::BlockRule::template factor<R, In>(code, amax, t);
+  if constexpr (R::kDivide) return {by, 1.0f / by};
+  return {by, by};
+}
+
+// What a table has for a code: the factor of a block that is not of zeros.
+template <class R, class In>
+FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) { return factor_of<R, In>(code, 1.0f, t); }
+
+// The scale code of a block and the factor for its elements.
+template <class R, class In>
+FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
+  const u32 code = R::BlockRule::template code<R, In>(amax, t);
+  if constexpr (R::kHasTable) {
+    f = table[code % kTableSize];
+    f.by = R::BlockRule::of_block(amax, f.by);
+  } else {
+    f = factor_of<R, In>(code, amax, t);
+  }
+  return code;
+}
+
+// The larger of the amaxes of rows of a block. Elements of a row may give NaN although others are numbers, rows only where NaN propagates.
+template <class R>
+FP4KIT_DEVICE float larger_of_rows(float a, float b) {
+  return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
+}
+
+// amax of a block of `rows` rows, kCount elements at a time.
+template <class R, int kCount, class Load>
+FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
+  float largest = 0.0f;
+#pragma unroll 1
+  for (int i = 0; i < rows; ++i) {
+    BlockAmax<R::kAmaxNan> amax;
+#pragma unroll 1
+    for (int j = 0; j < R::kBlock; j += kCount) {
+      float x[kCount];
+      load(i, j, x);
+      amax.add(x);
+    }
+    largest = rows == 1 ? amax.result() : larger_of_rows<R>(largest, amax.result());
+  }
+  return largest;
+}
+
+// Code of an element. byte: its random byte, where rounding is stochastic.
+template <class R, class In>
+FP4KIT_DEVICE u32 exact_code(float x, float factor, u32 byte) {
+  const float y = scaled_element<R, In>(x, factor);
+  return R::kStochastic ? encode_stochastic<typename R::Element>(y, byte) : encode_element<R>(y);
+}
+
+// Value of a code under what the block's scales say.
+template <class R>
+FP4KIT_DEVICE float exact_value(u32 code, float scale) { return R::DecodeRule::apply(decode<typename R::Element>(code), scale); }
+
+// Words of the codes of a run of kRun elements; the last one may have room for more.
+template <class R, int kRun>
+constexpr int kCodeWords = (kRun * R::Element::kStoredBits + 31) / 32;
+
+// The code of element i of a run.
+template <class R>
+FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
+  constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+  return words[i / kPerWord] >> (kBits * (i % kPerWord)) & ((1u << kBits) - 1u);
+}
+
+// Words of the codes of a run: two codes a byte if they have 4 bits, else one, the first in the lowest bits.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], float factor, u32 (&words)[kCodeWords<R, kRun>]) {
+  constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+  u32 codes[kRun];
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) codes[i] = exact_code<R, In>(x[i], factor, bytes[i]);
+#pragma unroll
+  for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
+    words[w] = 0u;
+#pragma unroll
+    for (int i = w * kPerWord; i < kRun && i < (w + 1) * kPerWord; ++i) words[w] |= codes[i] << (kBits * (i % kPerWord));
+  }
+}
+
+// The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code, for what is rare.
+template <class R, class In, int kRun, class At>
+FP4KIT_DEVICE void exact_codes_of(const At& at, float factor, u32 (&words)[kCodeWords<R, kRun>]) {
+  constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
+#pragma unroll
+  for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
+    words[w] = 0u;
+#pragma unroll 1
+    for (int i = 0; i < kPerWord; ++i) words[w] |= exact_code<R, In>(at(w * kPerWord + i), factor, 0u) << (kBits * i);
+  }
+}

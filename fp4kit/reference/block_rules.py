@@ -1,0 +1,248 @@
+"""Block rules: from the amax of a block to its stored scale and the factor that its elements meet.
+
+A rule is two functions, of the same name in NumPy and CUDA (cuda/kernels/rules/scale.cuh), zero blocks and NaN included:
+
+    code(amax, tensor, recipe, dtype)            uint8 bit patterns of the scale format
+    factor(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by (`apply="divide"`)
+
+tensor is the TensorScale above the blocks, dtype that of the elements. All arithmetic is float32 with one rn rounding per
+written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import INV6, divide_ftz, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.reference.codec import decode, encode, encode_e8m0, exponent_field
+from fp4kit.reference.scaling import ONE, TensorScale, round_to
+
+ZERO = np.float32(0)
+
+
+class BlockRule(NamedTuple):
+    """The two functions of a rule."""
+
+    code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
+    factor: Callable[[np.ndarray, np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
+
+
+def _is_zero(amax: np.ndarray) -> np.ndarray:
+    """Where ftz arithmetic sees a block of zeros."""
+    return np.abs(amax) < FLT_MIN
+
+
+# ---- E4M3 scales ----------------------------------------------------------------------------------------------------------
+
+
+def _decode_scale(codes: np.ndarray) -> np.ndarray:
+    return decode(codes, E4M3)
+
+
+def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """scale * S_dec, which elements are divided by."""
+    return _decode_scale(codes) * tensor.decode
+
+
+def _minimum(recipe: Recipe) -> np.ufunc:
+    return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # fminf drops the NaN of inf * 0
+
+
+def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)), products in this order. Source: TE core_nvfp4.cuh."""
+    return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
+
+
+def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """min(1 / (scale * S_dec), FLT_MAX): FLT_MAX under a scale that is 0, where codes saturate although they decode to 0."""
+    return _minimum(recipe)(ONE / (_decode_scale(codes) * tensor.decode), FLT_MAX)
+
+
+def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(gs * (amax * rcp(6))), ftz; rcp = rcp.approx.ftz.f32."""
+    return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
+
+
+def factor_flashinfer(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """rcp(scale * rcp(gs)), 0 for amax = 0. ftz."""
+    factor = reciprocal_approx_ftz(multiply_ftz(_decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
+    return np.where(_is_zero(amax), ZERO, factor)
+
+
+def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(amax * (S_enc * fp32(1/6))), 0 for amax = 0. ftz."""
+    return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
+
+
+def factor_flashinfer_precise(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """min(1 / (scale * (1 / S_enc)), FLT_MAX), 0 for amax = 0. ftz."""
+    factor = divide_ftz(ONE, multiply_ftz(_decode_scale(codes), divide_ftz(ONE, tensor.encode)))
+    return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
+
+
+def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """r = amax / (6 * S_dec), 1 where r = 0; E4M3(clamp(r, 2^-9, 448)). Elements are divided by scale * S_dec."""
+    ratio = amax / (recipe.element.max * tensor.decode)
+    return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
+
+
+def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """r = amax / 6 (0 -> 1); E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), N = scale_max. Divided as by modelopt's."""
+    ratio = amax / recipe.element.max
+    ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
+    return encode(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max), E4M3)
+
+
+def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(clamp(amax / 6 / S_dec, 2^-6, 448)). 2^-6 is the smallest normal of E4M3."""
+    ratio = amax / recipe.element.max / tensor.decode
+    return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
+
+
+def factor_torchao(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """(1 / S_dec) / scale."""
+    return tensor.encode / _decode_scale(codes)
+
+
+def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(clamp(rnd(amax / 6) * gs, +-448)), 0 -> 0.125; rnd rounds to the input dtype."""
+    codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
+    return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
+
+
+def factor_compressed_tensors(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """scale / gs, which elements are divided by."""
+    return _decode_scale(codes) / tensor.encode
+
+
+# ---- E8M0 scales ----------------------------------------------------------------------------------------------------------
+
+
+def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
+    """float32 2^(127 - code); 254 -> 2^-127 (a subnormal), 255 -> NaN."""
+    exponent = 254 - codes.astype(np.int32)
+    bits = np.where(exponent > 0, exponent << 23, 0x00400000)
+    return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
+
+
+def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(127 - code)."""
+    return inverse_e8m0(codes)
+
+
+def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
+    """exponent(rounded) + up - emax, clamped to the range of E8M0; NaN (255) where rounded is not finite."""
+    field = exponent_field(np.asarray(rounded, np.float32))
+    codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
+    return codes.astype(np.uint8)
+
+
+def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
+    """Add to the bit pattern: a carry moves into the exponent. NaN stays NaN."""
+    bits = np.asarray(x, np.float32).view(np.int32)
+    return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
+
+
+def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(floor(log2(amax)) - emax): OCP MX v1.0. inf and NaN -> NaN."""
+    return _shifted_exponent(amax, recipe.element)
+
+
+def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(ceil(log2(amax)) - emax), from the bits. inf and NaN -> NaN."""
+    mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
+    return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
+
+
+def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """floor after rounding amax to the mantissa of the element: up from 1.75 for E2M1, 1.9375 for E4M3 and E2M3."""
+    return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
+
+
+def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil to a power of two of amax * fp32(1 / max); inf -> 254, NaN -> 255. Source: TE float_to_e8m0."""
+    return encode_e8m0(amax * (ONE / recipe.element.max), "rp")
+
+
+def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil to a power of two of amax * fp32(1 / max); inf and NaN -> NaN. Source: torchao RCEIL."""
+    codes = code_e8m0_te(amax, tensor, recipe, dtype)
+    return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
+
+
+def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil to a power of two of amax / max (a division), clamped to 2^127. Source: TE reference quantizer, pow_2_scales."""
+    return encode_e8m0(amax / recipe.element.max, "rp")
+
+
+def code_e8m0_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil to a power of two of amax * rcp(max), ftz; rcp = rcp.approx.ftz.f32."""
+    return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
+
+
+def factor_e8m0_flashinfer(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """2^(127 - code); 0 for code 0, which only products of 0 have under ftz, and from code 254 on, whose 2^-127 is flushed.
+
+    FP4 has ex2(127 - code) and asks for a product of 0, FP8 has rcp of the scale: both are this.
+    """
+    return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
+
+
+def _log2(x: np.ndarray) -> np.ndarray:
+    """Correctly rounded float32 log2."""
+    with np.errstate(divide="ignore"):
+        return np.log2(x.astype(np.float64)).astype(np.float32)
+
+
+def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil(log2(amax / max)) with a float32 log2, clamped to [-127, 127]; amax = 0 and NaN -> -127.
+
+    The float32 log2 makes the exponent one too small for an amax a few ulp above max * 2^k (then the largest value saturates).
+    """
+    ratio = amax / recipe.element.max
+    exponent = np.ceil(_log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
+    return (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
+
+
+def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """floor after rounding amax to one mantissa bit (up from 1.75; E2M3: three bits), minus emax (E2M1 and E6: 2, E4M3: 8).
+
+    float16: a scale below its range counts as 1. Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
+    """
+    mantissa_bits = 3 if recipe.element.bits == 6 else 1
+    codes = _shifted_exponent(_add_to_bits(amax, 1 << 22 - mantissa_bits), recipe.element)
+    if dtype == np.float16:
+        codes = np.where(decode(codes, E8M0).astype(np.float16) == 0, np.uint8(127), codes)
+    return codes
+
+
+BLOCK_RULES: dict[str, BlockRule] = {
+    "te": BlockRule(code_te, factor_te),
+    "flashinfer": BlockRule(code_flashinfer, factor_flashinfer),
+    "flashinfer_precise": BlockRule(code_flashinfer_precise, factor_flashinfer_precise),
+    "modelopt": BlockRule(code_modelopt, _product),
+    "modelopt_static": BlockRule(code_modelopt_static, _product),
+    "torchao": BlockRule(code_torchao, factor_torchao),
+    "compressed_tensors": BlockRule(code_compressed_tensors, factor_compressed_tensors),
+    "e8m0_floor": BlockRule(code_e8m0_floor, _inverse),
+    "e8m0_ceil": BlockRule(code_e8m0_ceil, _inverse),
+    "e8m0_even": BlockRule(code_e8m0_even, _inverse),
+    "e8m0_rceil": BlockRule(code_e8m0_rceil, _inverse),
+    "e8m0_te": BlockRule(code_e8m0_te, _inverse),
+    "e8m0_te_reference": BlockRule(code_e8m0_te_reference, _inverse),
+    "e8m0_flashinfer_fp4": BlockRule(code_e8m0_flashinfer, factor_e8m0_flashinfer),
+    "e8m0_flashinfer_fp8": BlockRule(code_e8m0_flashinfer, factor_e8m0_flashinfer),
+    "e8m0_modelopt": BlockRule(code_e8m0_modelopt, _inverse),
+    "e8m0_compressed_tensors": BlockRule(code_e8m0_compressed_tensors, _inverse),
+}

@@ -1,0 +1,27 @@
+"""The folder of the kernels: who includes whom, and that its README tells so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fp4kit.cuda import loader
+
+FILES = sorted(loader.files(loader.SOURCES).values())
+README = (loader.SOURCES / "README.md").read_text()
+BELOW = {"entries": {"entries", "ways", "rules"}, "ways": {"ways", "rules"}, "rules": {"rules"}}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_includes_point_down(path: Path):
+    names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+    assert {loader.files(loader.SOURCES)[name].parent.name for name in names} <= BELOW[path.parent.name]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
+def test_the_picture_has_every_header(path: Path):
+    assert re.search(rf"\b{path.stem}\b", README)
+
+
+def test_the_readme_has_one_screen():
+    assert len(README.splitlines()) < 90

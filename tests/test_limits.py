@@ -1,0 +1,55 @@
+"""What no CUDA kernel has is refused before a launch, in one place; all recipes of the table are there."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from host.cases_variants import E1M2, E2M1_BIAS0, E2M1_BIAS3, E3M0, E3M4, E4M3_IEEE, of_elements
+
+from fp4kit.call.parse import Declined
+from fp4kit.cuda import engine
+from fp4kit.cuda.limits import unsupported
+from fp4kit.cuda.ways import Work, find, way_of
+from fp4kit.formats import E2M3, ElementFormat
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+FAR = ElementFormat("E2M1", 2, 1, -1)
+FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"
+REFUSED = [  # recipe, what is replaced, the message
+    ("mxfp4-ocp", {"element": FAR}, "elements E2M1 with bias -1, which no CUDA kernel has; needs numbers within"),
+    ("mxfp4-ocp", {"rounding": "rna"}, "rounding='rna' of E2M1, which no CUDA kernel has; needs 'rn', 'rz' or 'rnz'"),
+    (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel has; needs 16"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=[m for *_, m in REFUSED])
+def test_what_no_kernel_has(name, fields, message):
+    r = replace(RECIPES[name], id=f"{name}-variant", **fields)
+    full = f"{name}-variant has {message}.*; compute on the CPU with cupy.asnumpy"
+    for work in (Work(r, np.dtype(np.float32), (32, 64)), Work(r, np.dtype(np.float32), (32, 64), columns=True)):
+        assert find(work) is None
+        with pytest.raises(Declined, match=full):
+            way_of(work)
+
+
+def test_dequantize_refuses_too():
+    r = replace(RECIPES["mxfp4-ocp"], element=FAR)
+    q = Quantized(np.zeros((2, 16), np.uint8), np.zeros((2, 1), np.uint8), None, None, (2, 32), np.float32, -1, r)
+    with pytest.raises(Declined, match="mxfp4-ocp has elements E2M1 with bias -1"):
+        engine.dequantize(q, np.dtype(np.float32))
+
+
+KEPT = [of_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]
+KEPT += [of_elements("mxfp4-ocp", E3M0)]
+
+
+@pytest.mark.parametrize("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)
+def test_what_kernels_have(r: Recipe):
+    assert unsupported(r) is None
+
+
+def test_block_amax_of_four_over_six_is_refused():
+    work = Work(RECIPES[FOUR_OVER_SIX], np.dtype(np.float32), (1, 16), calibrated=True)
+    with pytest.raises(Declined, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
+        way_of(work)
