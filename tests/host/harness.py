@@ -31,7 +31,7 @@ from fp4kit.reference.arith import _reciprocal_table
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
+FLAGS = ("-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # Fibers are unknown to the leak detector and to fake stacks.
 SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
