@@ -18,13 +18,16 @@ def golden():
 
 @pytest.fixture(scope="module")
 def host(request, tmp_path_factory):
-    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`."""
+    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`.
+
+    A module with CHECKS_ALL = True runs all of them under sanitizers.
+    """
     folder = tmp_path_factory.mktemp("host")
     compiler = require_compiler(folder)
     selected = (
         item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
     )
     cases = [params["case"] for params in selected if "case" in params]
-    with Host(folder, compiler) as host:
+    with Host(folder, compiler, checks_all=getattr(request.module, "CHECKS_ALL", False)) as host:
         host.build(lambda case=case: list(case.run()) for case in cases)
         yield host

@@ -11,7 +11,7 @@ constexpr unsigned kFiberStack = 64 * 1024;
 
 #include <cstdint>
 
-struct Fiber { std::uintptr_t* top = nullptr; unsigned char* stack = nullptr; };
+struct Fiber { std::uintptr_t* top = nullptr; unsigned char* memory = nullptr; };
 
 extern "C" void fiber_swap(std::uintptr_t** from, std::uintptr_t* to);
 asm(R"(
@@ -41,9 +41,9 @@ inline void fiber_switch(Fiber& from, Fiber& to) { fiber_swap(&from.top, to.top)
 
 // The first switch to the fiber calls run(), which never returns.
 inline void fiber_begin(Fiber& fiber, void (*run)()) {
-  fiber.stack = static_cast<unsigned char*>(std::aligned_alloc(16, kFiberStack));
+  fiber.memory = static_cast<unsigned char*>(std::aligned_alloc(16, kFiberStack));
   // | six registers | run | no return address |, the end a multiple of 16: as the stack is after a call of run
-  fiber.top = reinterpret_cast<std::uintptr_t*>(fiber.stack + kFiberStack) - 8;
+  fiber.top = reinterpret_cast<std::uintptr_t*>(fiber.memory + kFiberStack) - 8;
   for (unsigned i = 0; i < 8; ++i) fiber.top[i] = 0;
   fiber.top[6] = reinterpret_cast<std::uintptr_t>(run);
 }
@@ -52,14 +52,14 @@ inline void fiber_begin(Fiber& fiber, void (*run)()) {
 
 #include <ucontext.h>
 
-struct Fiber { ucontext_t context; unsigned char* stack = nullptr; };
+struct Fiber { ucontext_t context; unsigned char* memory = nullptr; };
 
 inline void fiber_switch(Fiber& from, Fiber& to) { swapcontext(&from.context, &to.context); }
 
 inline void fiber_begin(Fiber& fiber, void (*run)()) {
-  fiber.stack = static_cast<unsigned char*>(std::malloc(kFiberStack));
+  fiber.memory = static_cast<unsigned char*>(std::malloc(kFiberStack));
   getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack;
+  fiber.context.uc_stack.ss_sp = fiber.memory;
   fiber.context.uc_stack.ss_size = kFiberStack;
   makecontext(&fiber.context, run, 0);
 }

@@ -29,10 +29,10 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
 // ---- fibers and barriers ----------------------------------------------------------------------------------------------
 
 constexpr unsigned kHostThreads = 1024, kHostWarp = 32;
-struct HostThread { Fiber fiber; bool running; };
+struct HostFiber { Fiber stack; bool running; };
 struct HostBarrier { unsigned arrived, generation; };
 
-inline HostThread host_threads[kHostThreads];
+inline HostFiber host_fibers[kHostThreads];
 inline Fiber host_scheduler;
 inline HostBarrier host_block, host_groups[16], host_warps[kHostThreads / kHostWarp];
 inline unsigned host_lanes[kHostThreads];
@@ -40,12 +40,12 @@ inline bool host_progress;
 inline void (*host_call)(const void*);
 inline const void* host_arguments;
 
-inline void host_yield() { fiber_switch(host_threads[threadIdx.x].fiber, host_scheduler); }
+inline void host_yield() { fiber_switch(host_fibers[threadIdx.x].stack, host_scheduler); }
 
-inline void host_thread() {
+inline void host_fiber() {
   for (;;) {
     host_call(host_arguments);
-    host_threads[threadIdx.x].running = false;
+    host_fibers[threadIdx.x].running = false;
     host_progress = true;
     host_yield();
   }
@@ -64,16 +64,16 @@ inline void host_wait(HostBarrier& barrier, unsigned threads) {
 
 inline void host_run_block(unsigned threads, bool descending) {
   for (unsigned t = 0; t < threads; ++t) {
-    host_threads[t].running = true;
-    if (!host_threads[t].fiber.stack) fiber_begin(host_threads[t].fiber, host_thread);  // else it waits at the end of its call
+    host_fibers[t].running = true;
+    if (!host_fibers[t].stack.memory) fiber_begin(host_fibers[t].stack, host_fiber);  // else it waits at the end of its call
   }
   for (bool any = true; any;) {
     any = host_progress = false;
     for (unsigned i = 0; i < threads; ++i) {
       threadIdx = {descending ? threads - 1 - i : i};
-      HostThread& thread = host_threads[threadIdx.x];
-      if (thread.running) fiber_switch(host_scheduler, thread.fiber);
-      any |= thread.running;
+      HostFiber& fiber = host_fibers[threadIdx.x];
+      if (fiber.running) fiber_switch(host_scheduler, fiber.stack);
+      any |= fiber.running;
     }
     if (!host_progress) host_fail("waits at a barrier that not every thread reaches");
   }
