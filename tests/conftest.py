@@ -1,7 +1,8 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
 import pytest
-from host.harness import Host, require_compiler
+from host.compiler import require_compiler
+from host.harness import Host
 from hypothesis import settings
 
 from fp4kit.evidence.golden import GoldenSet
