@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from exhaustive import by_default
+from exhaustive import by_default, sampled
 from host.cache import IN_USE, Cache, key_of
 from host.compiler import Compiler, closure
 from host.harness import Instantiation, to_sanitize
+from hypothesis import strategies as st
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,3 +145,17 @@ def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
     command = [sys.executable, "-m", "pytest", "-p", "benchmark_stand_in", "--collect-only", "-qq", "tests/test_swizzle.py"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert run.returncode == status, run.stdout + run.stderr
+
+
+def test_sampled_runs_every_example_and_can_fail():
+    seen = []
+
+    @sampled(5, 20, st.integers(0, 10**6))
+    def test_of_integers(x):
+        seen.append(x)
+        assert len(seen) < 20, "the many"
+
+    test_of_integers(5)
+    assert len(seen) == 5 and test_of_integers.__name__ == "test_of_integers"
+    with pytest.raises(AssertionError, match="the many"):
+        test_of_integers(20)
