@@ -11,6 +11,23 @@ settings.register_profile("fp4kit", derandomize=True, deadline=None, max_example
 settings.load_profile("fp4kit")
 
 
+# Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
+LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_kernels_compile", "test_train_example")
+LONG += ("test_partial_on_host", "test_fake_on_host", "test_quantize_patch_on_host", "test_wrappers", "test_mpi", "test_readme")
+
+
+def pytest_configure(config):
+    """xdist keeps the order of pytest_collection_modifyitems; its own puts files of few but long tests last."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, the others as they come."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
 @pytest.fixture(scope="session")
 def golden():
     """The producers' recorded outputs, as the package carries them."""

@@ -8,7 +8,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from exhaustive import by_default, sampled
 from host.cache import IN_USE, Cache, key_of
@@ -109,6 +111,14 @@ def test_what_is_sanitized():
 
 
 # ---- how the suite starts -------------------------------------------------------------------------------------------------
+
+
+def test_long_files_come_first_and_exist():
+    assert [name for name in conftest.LONG if not (ROOT / "tests" / f"{name}.py").exists()] == []
+    stems = ("test_cli", "test_mpi", "test_arith", "test_notebooks", "test_mpi")
+    items = [SimpleNamespace(path=Path(f"{stem}.py"), number=i) for i, stem in enumerate(stems)]
+    conftest.pytest_collection_modifyitems(items)
+    assert [item.number for item in items] == [3, 1, 4, 0, 2]
 
 
 def test_by_default():
