@@ -1,13 +1,31 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
 import pytest
-from host.harness import Host, require_compiler
+from host.compiler import require_compiler
+from host.harness import Host
 from hypothesis import settings
 
 from fp4kit.evidence.golden import GoldenSet
 
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
+
+
+# Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
+LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_kernels_compile", "test_train_example")
+LONG += ("test_partial_on_host", "test_fake_on_host", "test_quantize_patch_on_host", "test_wrappers", "test_mpi", "test_readme")
+
+
+def pytest_configure(config):
+    """xdist keeps the order of pytest_collection_modifyitems; its own puts files of few but long tests last."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first, the others as they come."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture(scope="session")
@@ -18,13 +36,16 @@ def golden():
 
 @pytest.fixture(scope="module")
 def host(request, tmp_path_factory):
-    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`."""
+    """The host that plays the GPU (host/README.md); it compiles what the module's selected tests launch in a `case`.
+
+    A module with CHECKS_ALL = True runs all of them under sanitizers.
+    """
     folder = tmp_path_factory.mktemp("host")
     compiler = require_compiler(folder)
     selected = (
         item.callspec.params for item in request.session.items if item.module is request.module and hasattr(item, "callspec")
     )
     cases = [params["case"] for params in selected if "case" in params]
-    with Host(folder, compiler) as host:
+    with Host(folder, compiler, checks_all=getattr(request.module, "CHECKS_ALL", False)) as host:
         host.build(lambda case=case: list(case.run()) for case in cases)
         yield host

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from amax_inputs import FC1, FC2, QKV, SHAPES, assert_same_state, experts_of, state_of
+from exhaustive import sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +30,7 @@ def edges(draw, n, ranks):
     return [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
 
 
-@settings(max_examples=1200)
-@given(st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
+@sampled(400, 2000, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
     """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own bits."""
     values = experts_of(n, shape, seed=n)

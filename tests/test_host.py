@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from host.harness import DeviceArray, Host, require_compiler
+from host.compiler import Compiler, require_compiler
+from host.harness import DeviceArray, Host
 from inputs import BF16
 
 from fp4kit.cuda import loader
@@ -49,6 +50,13 @@ def test_shuffles_barriers_and_atomics(host, monkeypatch):
 def test_the_grid_must_not_matter(host):
     with pytest.raises(AssertionError, match="y depends on the grid"):
         launch_sum(host)
+
+
+def test_the_other_way_to_switch_stacks(host, tmp_path, monkeypatch):
+    """ucontext, which processors other than x86-64 use."""
+    monkeypatch.setattr("host.harness.MORE_BLOCKS", 0)
+    with Host(tmp_path, Compiler((*host.compiler.command, "-DFIBER_UCONTEXT"))) as other:
+        assert launch_sum(other) == sum(range(256))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -7,7 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from exhaustive import sampled
 from hypothesis import strategies as st
 from thread_group import run_threads
 
@@ -20,8 +20,9 @@ from fp4kit.training.master_weights import MasterWeightsPlan
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt")
 
 
-@settings(max_examples=2000)
-@given(
+@sampled(
+    400,
+    2000,
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]),
     size=st.integers(1, 4),

@@ -8,7 +8,8 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from exhaustive import sampled
+from hypothesis import given
 from hypothesis import strategies as st
 
 import fp4kit
@@ -31,8 +32,9 @@ def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.nda
     return amax, out
 
 
-@settings(max_examples=2000)
-@given(
+@sampled(
+    400,
+    2000,
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 40),

@@ -7,14 +7,12 @@ import importlib
 import os
 import pkgutil
 import re
-import shlex
 import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -23,6 +21,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
+from host.compiler import SANITIZER_OPTIONS, SANITIZERS, Compiler, require_compiler
 
 import fp4kit.cuda
 from fp4kit import interop
@@ -30,20 +29,14 @@ from fp4kit.cuda import geometry, loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import _reciprocal_table
 
+__all__ = ["SANITIZERS", "Compiler", "DeviceArray", "Host", "Instantiation", "Program", "launching_on", "program_text"]
+__all__ += ["recorded", "require_compiler"]
 T = TypeVar("T")
-HERE = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O1", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
-SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Fibers are unknown to the leak detector and to fake stacks.
-SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-BATCH = 32  # instantiations of one program: a header costs as much as ten of them
+BATCH = 64  # instantiations of one program: the headers cost as much as ten of them
 MORE_BLOCKS = 3  # than there is work, in one of the launches
 IN_ARGUMENTS = 2**32 - 1
 SEEN_BY_SANITIZERS = ("buffer-overflow", "misaligned address")
 MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
-PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
-
-
 class Instantiation(NamedTuple):
     """What loader.function is asked for: the stub's text, and the name of a kernel in it."""
 
@@ -51,56 +44,23 @@ class Instantiation(NamedTuple):
     kernel: str
 
 
-# ---- the compiler ---------------------------------------------------------------------------------------------------------
+# ---- what runs under sanitizers ----------------------------------------------------------------------------------------------
+
+# What decides which bytes a kernel reads and writes; and the rules, whose arithmetic may be undefined.
+_SHAPING = re.compile(r"\bk(?:Block|BlockRows|StoredBits|Layout|TensorScaling|Fake|Stochastic|Hadamard|FourOverSix) = [\w:]+")
+_RULES = re.compile(r"\b(?:TensorRule|BlockRule|DecodeRule|Element|Scale|FakeRule) = \w+")
+_OPTIONS = re.compile(r"^constexpr .*", re.MULTILINE)
 
 
-class Compiler(NamedTuple):
-    """A C++ compiler that can build the programs, and its flags."""
-
-    command: tuple[str, ...]
-
-    @property
-    def sanitizes(self) -> bool:
-        """Whether programs stop at an address outside an array and at undefined behaviour."""
-        return SANITIZERS[0] in self.command
-
-    def build(self, text: str, program: Path, *include: Path) -> None:
-        """Compile the text of a translation unit to a program. Raises AssertionError with what the compiler says."""
-        source = program.with_suffix(".cpp")
-        source.write_text(text)
-        folders = [f"-I{folder}" for folder in (*include, HERE)]
-        result = subprocess.run([*self.command, *folders, str(source), "-o", str(program)], capture_output=True, text=True)
-        assert result.returncode == 0, f"{' '.join(self.command)} {source}:\n{result.stderr[-4000:]}"
-
-
-@cache
-def find_compiler(folder: Path) -> Compiler | str:
-    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with sanitizers if one can; or why none does."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
-    found = [command for command in candidates if shutil.which(command[0])]
-    reason = f"no C++ compiler found (looked for {', '.join(command[0] for command in candidates)})"
-    for sanitizers in (SANITIZERS, ()):
-        for command in found:
-            compiler = Compiler((*command, *FLAGS, *sanitizers))
-            try:
-                compiler.build(PROBE, folder / "probe")
-                subprocess.run([folder / "probe"], check=True, env=os.environ | SANITIZER_OPTIONS, capture_output=True)
-            except (AssertionError, OSError, subprocess.CalledProcessError) as error:
-                reason = f"the C++ compiler cannot build the kernels: {error}"
-            else:
-                return compiler
-    return reason
-
-
-def require_compiler(folder: Path) -> Compiler:
-    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs the sanitizers."""
-    compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
-    if isinstance(compiler, str):
-        (pytest.fail if in_ci else pytest.skip)(f"kernels do not run on the host: {compiler}")
-    if in_ci and not compiler.sanitizes:
-        pytest.fail(f"{compiler.command[0]} has no sanitizers; CI needs them")
-    return compiler
+def to_sanitize(instantiations: Iterable[Instantiation]) -> Iterator[Instantiation]:
+    """Those of misaligned arrays, and the first of each kind of a kernel (of any types) and of each rule in a kernel."""
+    seen: set[tuple[object, ...]] = set()
+    for source, kernel in instantiations:
+        facts: set[tuple[object, ...]] = {(kernel, *_OPTIONS.findall(source), *_SHAPING.findall(source))}
+        facts |= {(kernel, rule) for rule in _RULES.findall(source)}
+        if "kAligned = false" in source or not facts <= seen:
+            yield Instantiation(source, kernel)
+        seen |= facts
 
 
 # ---- programs -------------------------------------------------------------------------------------------------------------
@@ -125,9 +85,9 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     for i, (source, kernel) in enumerate(instantiations):
         text = "".join([source, *(text for name, text in included(source, sources).items() if name.endswith(".cu"))])
         every, (arguments,) = re.findall(r"\b(\w+_kernel)\(", text), re.findall(rf"\b{kernel}\(([\w<>]+) ", text)
-        lines += [f"namespace i{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
+        lines += [f"namespace instance_{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
         lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;", "}"]
-        entries.append(f"i{i}::entry")
+        entries.append(f"instance_{i}::entry")
     table = f"static const Launch launches[] = {{{', '.join(entries)}}};"
     return "\n".join([*lines, f"int main(int argc, char** argv) {{ {table} return host_main(argc, argv, launches); }}", ""])
 
@@ -254,8 +214,9 @@ def _unify_nan(x: np.ndarray) -> np.ndarray:
 class Host:
     """The device that fp4kit.cuda.launch launches on while one of its methods runs: the CPU."""
 
-    def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
-        self.compiler, self._folder, self._sources = compiler, folder, sources
+    def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES, checks_all: bool = True) -> None:
+        """checks_all: every launch runs under the sanitizers that the compiler has; else, of what is built, to_sanitize."""
+        self.compiler, self._folder, self._sources, self._checks_all = compiler, folder, sources, checks_all
         self._table = folder / "reciprocals"
         _reciprocal_table().tofile(self._table)
         self._programs: dict[Instantiation, tuple[Future[Program], int]] = {}
@@ -264,8 +225,11 @@ class Host:
     def build(self, calls: Iterable[Callable[[], object]]) -> None:
         """Start compiling what the calls would launch, many instantiations a program."""
         new = [instantiation for instantiation in recorded(calls) if instantiation not in self._programs]
-        for start in range(0, len(new), BATCH):
-            self._submit(new[start : start + BATCH])
+        checked = set(new if self._checks_all else to_sanitize(new))
+        for compiler, wanted in ((self.compiler, checked), (self.compiler.plain, set(new) - checked)):
+            batch = [instantiation for instantiation in new if instantiation in wanted]
+            for start in range(0, len(batch), BATCH):
+                self._submit(batch[start : start + BATCH], compiler)
 
     def run(self, call: Callable[[], T]) -> T:
         """call(), with its launches on this device."""
@@ -289,8 +253,11 @@ class Host:
         original = path.read_text()
         assert text in original, f"{file} has no {text!r} any more; choose another line to change"
         path.write_text(original.replace(text, changed))
-        with Host(folder, self.compiler, sources) as mutant, pytest.raises(AssertionError, match=seen):
-            mutant.check(case)
+        needs_sanitizers = any(sign in seen for sign in (*SEEN_BY_SANITIZERS, "stopped"))
+        with Host(folder, self.compiler if needs_sanitizers else self.compiler.plain, sources) as mutant:
+            mutant.build([lambda: list(case.run())])
+            with pytest.raises(AssertionError, match=seen):
+                mutant.check(case)
 
     def __enter__(self) -> Host:
         return self
@@ -302,20 +269,20 @@ class Host:
             if not future.cancelled() and not future.exception():
                 future.result().close()
 
-    def _submit(self, batch: list[Instantiation]) -> None:
-        program = self._pool.submit(self._compile, batch)
+    def _submit(self, batch: list[Instantiation], compiler: Compiler) -> None:
+        program = self._pool.submit(self._compile, batch, compiler)
         self._programs |= {instantiation: (program, i) for i, instantiation in enumerate(batch)}
 
-    def _compile(self, batch: list[Instantiation]) -> Program:
+    def _compile(self, batch: list[Instantiation], compiler: Compiler) -> Program:
         text = program_text(batch, self._sources)
         path = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
-        self.compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
+        compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
         return Program(path, self._table)
 
     def _function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
         instantiation = Instantiation(source, kernel)
         if instantiation not in self._programs:
-            self._submit([instantiation])
+            self._submit([instantiation], self.compiler)
         future, number = self._programs[instantiation]
 
         def launch_everywhere(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray]) -> None:

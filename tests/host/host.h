@@ -1,15 +1,15 @@
 // CUDA on the host, for tests: the kernels' own sources, compiled by the system's C++ compiler, with their launch geometry.
 //
-// A thread of a block is a fiber (ucontext) that runs until it waits at a barrier or returns; blocks run one after the other.
+// A thread of a block is a fiber (fiber.h) that runs until it waits at a barrier or returns; blocks run one after the other.
 // So a launch is deterministic, and two launches in opposite orders of threads tell whether a barrier is missing.
 #pragma once
-
-#include <ucontext.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+
+#include "fiber.h"
 
 #define __device__
 #define __global__
@@ -28,19 +28,19 @@ inline Index threadIdx, blockIdx, blockDim, gridDim;
 
 // ---- fibers and barriers ----------------------------------------------------------------------------------------------
 
-constexpr unsigned kHostThreads = 1024, kHostStack = 64 * 1024, kHostWarp = 32;
-struct HostFiber { ucontext_t context; bool running; };
+constexpr unsigned kHostThreads = 1024, kHostWarp = 32;
+struct HostFiber { Fiber stack; bool running; };
 struct HostBarrier { unsigned arrived, generation; };
 
 inline HostFiber host_fibers[kHostThreads];
-inline ucontext_t host_scheduler;
+inline Fiber host_scheduler;
 inline HostBarrier host_block, host_groups[16], host_warps[kHostThreads / kHostWarp];
 inline unsigned host_lanes[kHostThreads];
 inline bool host_progress;
 inline void (*host_call)(const void*);
 inline const void* host_arguments;
 
-inline void host_yield() { swapcontext(&host_fibers[threadIdx.x].context, &host_scheduler); }
+inline void host_yield() { fiber_switch(host_fibers[threadIdx.x].stack, host_scheduler); }
 
 inline void host_fiber() {
   for (;;) {
@@ -64,20 +64,15 @@ inline void host_wait(HostBarrier& barrier, unsigned threads) {
 
 inline void host_run_block(unsigned threads, bool descending) {
   for (unsigned t = 0; t < threads; ++t) {
-    ucontext_t& context = host_fibers[t].context;
     host_fibers[t].running = true;
-    if (context.uc_stack.ss_sp) continue;  // it waits at the end of its previous call
-    getcontext(&context);
-    context.uc_stack.ss_sp = std::malloc(kHostStack);
-    context.uc_stack.ss_size = kHostStack;
-    makecontext(&context, host_fiber, 0);
+    if (!host_fibers[t].stack.memory) fiber_begin(host_fibers[t].stack, host_fiber);  // else it waits at the end of its call
   }
   for (bool any = true; any;) {
     any = host_progress = false;
     for (unsigned i = 0; i < threads; ++i) {
       threadIdx = {descending ? threads - 1 - i : i};
       HostFiber& fiber = host_fibers[threadIdx.x];
-      if (fiber.running) swapcontext(&host_scheduler, &fiber.context);
+      if (fiber.running) fiber_switch(host_scheduler, fiber.stack);
       any |= fiber.running;
     }
     if (!host_progress) host_fail("waits at a barrier that not every thread reaches");
@@ -101,8 +96,8 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
 
 // ---- what kernels call ------------------------------------------------------------------------------------------------
 
-inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
-inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 
 inline void __syncthreads() { host_wait(host_block, blockDim.x); }
 inline int __syncthreads_or(int value) {

@@ -1,0 +1,37 @@
+"""Cases of the long rest (the marker exhaustive): `pytest -m exhaustive` runs them, and .ci/run does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+
+def exhaustive(cases: Iterable[Any]) -> list[Any]:
+    """The cases as parameters that only an exhaustive run takes."""
+    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+
+
+def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
+    """The names as parameters: the chosen ones in every run, the others in an exhaustive one."""
+    names = list(names)
+    assert set(chosen) <= set(names), f"no such names: {set(chosen) - set(names)}"
+    return [*chosen, *exhaustive(name for name in names if name not in chosen)]
+
+
+def sampled(few: int, many: int, *arguments: Any, **strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator in place of hypothesis's given: so few examples in every run, so many in an exhaustive one."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        runs = {count: settings(max_examples=count)(given(*arguments, **strategies)(body)) for count in (few, many)}
+
+        @pytest.mark.parametrize("examples", [few, *exhaustive([many])])
+        def test(examples: int) -> None:
+            runs[examples]()
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        return test
+
+    return decorate

@@ -1,0 +1,108 @@
+"""The system's C++ compiler: found, tried out, and asked only for what no earlier run of the tests has built."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from host.cache import key_of, shared
+
+HERE = Path(__file__).parent
+# Not optimized: the short runs would not pay for it, and with sanitizers to optimize is most of a compile.
+FLAGS = ("-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+# Fibers are unknown to the leak detector and to fake stacks.
+SANITIZER_OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+PROBE = '#include "serve.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
+_INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
+
+
+class Compiler(NamedTuple):
+    """A C++ compiler that can build the programs, and its flags."""
+
+    command: tuple[str, ...]
+
+    @property
+    def sanitizes(self) -> bool:
+        """Whether programs stop at an address outside an array and at undefined behaviour."""
+        return SANITIZERS[0] in self.command
+
+    @property
+    def plain(self) -> Compiler:
+        """The same without sanitizers: builds in half the time."""
+        return Compiler(tuple(flag for flag in self.command if flag not in SANITIZERS))
+
+    def build(self, text: str, program: Path, *include: Path) -> None:
+        """Compile the text of a translation unit to a program, or copy what an earlier run compiled of the same.
+
+        Raises AssertionError with what the compiler says.
+        """
+        folders = (*include, HERE)
+        key = key_of([*identity(self.command[0]), *self.command, text, *closure(text, folders)])
+        found = shared().get(key, lambda path: self._compile(text, path, folders))
+        shutil.copy(found, program)  # its own copy: the cache may drop the other
+
+    def _compile(self, text: str, program: Path, folders: tuple[Path, ...]) -> None:
+        source = program.with_suffix(".cpp")
+        source.write_text(text)
+        command = [*self.command, *(f"-I{folder}" for folder in folders), str(source), "-o", str(program)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, f"{' '.join(self.command)} {source}:\n{result.stderr[-4000:]}"
+
+
+def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
+    """Name and text of every file of the folders that a text includes, directly or not."""
+    found: dict[Path, str] = {}
+    pending = _INCLUDE.findall(text)
+    while pending:
+        name = pending.pop()
+        for path in (folder / name for folder in folders):
+            if path not in found and path.exists():
+                found[path] = path.read_text()
+                pending += _INCLUDE.findall(found[path])
+    return [part for path in sorted(found, key=lambda path: path.name) for part in (path.name, found[path])]
+
+
+@cache
+def identity(command: str) -> tuple[str, ...]:
+    """What tells one compiler from another: its path, its version, the C library, the processor."""
+    path = os.path.realpath(shutil.which(command) or command)
+    version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    return (path, version, *platform.libc_ver(), platform.machine())
+
+
+def find_compiler(folder: Path) -> Compiler | str:
+    """The first of $CXX, or c++, g++, clang++, that builds a probe in folder, with sanitizers if one can; or why none does."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
+    found = [command for command in candidates if shutil.which(command[0])]
+    reason = f"no C++ compiler found (looked for {', '.join(command[0] for command in candidates)})"
+    for sanitizers in (SANITIZERS, ()):
+        for command in found:
+            compiler = Compiler((*command, *FLAGS, *sanitizers))
+            try:
+                compiler.build(PROBE, folder / "probe")
+                subprocess.run([folder / "probe"], check=True, env=os.environ | SANITIZER_OPTIONS, capture_output=True)
+            except (AssertionError, OSError, subprocess.CalledProcessError) as error:
+                reason = f"the C++ compiler cannot build the kernels: {error}"
+            else:
+                return compiler
+    return reason
+
+
+def require_compiler(folder: Path) -> Compiler:
+    """The compiler; skips the test where there is none that fits, but fails under CI=true, which also needs the sanitizers."""
+    compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
+    if isinstance(compiler, str):
+        (pytest.fail if in_ci else pytest.skip)(f"kernels do not run on the host: {compiler}")
+    if in_ci and not compiler.sanitizes:
+        pytest.fail(f"{compiler.command[0]} has no sanitizers; CI needs them")
+    return compiler

@@ -1,0 +1,30 @@
+"""Every case of the kernels on the host again, all under sanitizers: in a usual run some are built without (host/README.md)."""
+
+from __future__ import annotations
+
+import pytest
+import test_fake_on_host as fake
+import test_grouped_on_host as grouped
+import test_hadamard_on_host as hadamard
+import test_kernels_on_host as kernels
+import test_layouts_on_host as layouts
+import test_partial_on_host as partial
+import test_quantize_patch_on_host as patch
+from exhaustive import exhaustive
+
+CHECKS_ALL = True
+
+
+def cases_of(module: object) -> list[object]:
+    """The cases that the tests of a module have by default."""
+    marks = [mark for test in vars(module).values() for mark in getattr(test, "pytestmark", ())]
+    cases = [case for mark in marks if mark.args[:1] == ("case",) for case in mark.args[1]]
+    return [case for case in cases if not hasattr(case, "marks")]
+
+
+CASES = [case for module in (kernels, patch, partial, fake, grouped, hadamard, layouts) for case in cases_of(module)]
+
+
+@pytest.mark.parametrize("case", exhaustive(CASES), ids=str)
+def test_kernel(host, case):
+    host.check(case)
