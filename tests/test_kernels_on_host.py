@@ -111,6 +111,8 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", BY_TABLE[0], "differ"),
     "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", BY_TABLE[-1], "differ"),
     "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
+    "another amax of the same scale": ("implied.cuh", "last & ~below", "first", DEQUANTIZE[0], "differ"),
+    "a known amax that is wrong": ("implied.cuh", "tensor_amax != nullptr && ", "true || ", DEQUANTIZE[0], "differ"),
     "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 SOON = ("rows in wrong places", "no barriers", "a sum of the wrong rows", "codes fetched too far")

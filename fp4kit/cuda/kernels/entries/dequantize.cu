@@ -189,8 +189,13 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
 }
 
 // Thread blocks that a multiprocessor shall hold of integers, whose rare way would else take registers from the usual one; 0: any.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kHeldIntegers = 4;  // 1024 threads are all that a multiprocessor of sm_75 holds
+#else
+constexpr int kHeldIntegers = 6;
+#endif
 template <class R>
-constexpr int kHeld = R::DecodeRule::kNeedsAmax && !R::kHasScales ? 6 : 0;
+constexpr int kHeld = R::DecodeRule::kNeedsAmax && !R::kHasScales ? kHeldIntegers : 0;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kHeld<R>) dequantize_kernel(Arguments a) {
   dequantize<R, Input, Output>(a, whole_grid());
