@@ -21,12 +21,12 @@ def test_quantize_patch(host, case):
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 VARIANTS = [
-    Patch(of_elements("nvfp4-te", E1M2)),
-    Patch(of_elements("nvfp4-te", E1M2), hadamard=True),
+    Patch(of_elements("nvfp4-torchao", E1M2)),
+    Patch(of_elements("nvfp4-torchao", E1M2), hadamard=True),
     Patch(of_elements("mxfp4-ocp", E3M0)),
     Patch(of_elements("mxfp8-te", E3M4), F32),
-    Patch(of_elements("nvfp4-te-2d", E2M1_BIAS3), F16),
-    Patch(of_elements("nvfp4-te-2d", E3M0), fake=True),
+    Patch(of_elements("nvfp4-torchao-2d", E2M1_BIAS3), F16),
+    Patch(of_elements("nvfp4-torchao-2d", E3M0), fake=True),
     ZeroPatches(square("nvfp4-flashinfer"), BF16),
     ZeroPatches(RECIPES["nvfp4-flashinfer"], F32),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from host.cases import F16, F32, ByTable, Dequantize, Quantize
+from host.cases import F16, F32, Dequantize, Guards, Quantize
 from host.cases_fake import Fake
 from host.cases_grouped import GroupedQuantize
 from host.cases_layouts import Transpose
@@ -27,7 +27,7 @@ TALL = [
     for rows, columns, d in ((2, 16, F32), (4, 32, BF16), (8, 16, F16), (64, 16, BF16), (128, 32, F32))
 ]
 TALL += [Quantize(square("nvfp4-te-4over6-mse-448", rows), d) for rows, d in ((4, BF16), (32, F32))]
-TALL += [ByTable(square("nvfp4-flashinfer-4over6-mae-448"))]  # lanes: no table of square blocks
+TALL += [Guards(square("nvfp4-flashinfer-4over6-mae-448"))]  # lanes: no table of square blocks
 
 PLAIN = ("int4-modelopt-channel", "int8-modelopt", "fp8-modelopt", "fp8-modelopt-channel")
 TRANSFORMED = [
