@@ -37,6 +37,7 @@ REFUSED = [  # recipe, what is replaced, the message
         "fake_rule='nvfp4_modelopt_triton' of E1M2 with scale=E4M3, .*; needs the formats",
     ),
     ("int8-modelopt", {"element": E3M4}, "fake_rule='int_modelopt' of E3M4"),
+    ("int4-modelopt", {"static": True}, "static=True and tensor_scaling='block', .*; needs one of the two"),
     ("mxfp4-modelopt-fake", {"element": INT4}, "fake_rule='mx_modelopt' of INT4"),
     (FOUR_OVER_SIX, {"element": E1M2}, "4over6 of E1M2, which no CUDA kernel has; needs E2M1"),
     (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel has; needs 16"),

@@ -64,6 +64,8 @@ def _limits_of_fake_rule(r: Recipe, rule: str) -> Iterator[tuple[bool, str, str]
     is_nvfp4 = is_same(r.element, E2M1) and r.scale is not None and is_same(r.scale, E4M3)
     wrong = not is_nvfp4 if rule.startswith("nvfp4") else rule.startswith("int") != r.element.is_integer
     yield wrong, f"fake_rule={rule!r} of {r.element} with scale={r.scale}", "the formats that the rule is made for"
+    both = r.static and r.tensor_scaling == "block"  # the kernel takes one amax for a block and for what its tensor scale covers
+    yield both, f"fake_rule={rule!r} with static=True and tensor_scaling='block'", "one of the two"
 
 
 def _limits_of_four_over_six(r: Recipe) -> Iterator[tuple[bool, str, str]]:
