@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,22 @@ from fp4kit.arithmetic import ieee
 
 FLT_MAX = np.finfo(np.float32).max
 FLT_MIN = np.finfo(np.float32).tiny  # smallest normal
+
+
+class Packing(NamedTuple):
+    """How codes lie in memory: `codes` of them, the first in the lowest bits, share `bytes` bytes."""
+
+    codes: int
+    bytes: int
+
+    @property
+    def stored_bits(self) -> int:
+        """Bits of memory that a code takes."""
+        return 8 * self.bytes // self.codes
+
+    def length(self, n: int) -> int:
+        """Bytes of n codes, n a multiple of `codes`."""
+        return n // self.codes * self.bytes
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,11 @@ class ElementFormat:
     @property
     def bits(self) -> int:
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def packing(self) -> Packing:
+        """Two codes of 4 bits share a byte; wider ones have one each."""
+        return Packing(2, 1) if self.bits == 4 else Packing(1, 1)
 
     @property
     def is_integer(self) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.formats import Packing
+
 SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
 _TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
 _TILE_COLUMNS = 4
@@ -112,6 +114,31 @@ def unpack(packed: Any) -> Any:
     codes[..., 0::2] = packed & 0xF
     codes[..., 1::2] = packed >> 4
     return codes
+
+
+def packed(codes: Any, packing: Packing) -> Any:
+    """uint8 codes (..., K), one a byte -> bytes as a format packs them (ElementFormat.packing)."""
+    return codes if packing.codes == 1 else pack(codes)
+
+
+def unpacked(stored: Any, packing: Packing) -> Any:
+    """Inverse of packed."""
+    return stored if packing.codes == 1 else unpack(stored)
+
+
+def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, packing: Packing) -> None:
+    """Put codes (m, n) at (rows, column) of a packed matrix, touching no bit of another."""
+    if packing.codes == 1:
+        out[rows, column : column + codes.shape[1]] = codes
+        return
+    if column % 2:  # the first element is the high nibble of a byte whose low nibble is not ours
+        out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
+        codes, column = codes[:, 1:], column + 1
+    whole = codes.shape[1] // 2
+    out[rows, column // 2 : column // 2 + whole] = pack(codes[:, : 2 * whole])
+    if codes.shape[1] % 2:
+        byte = column // 2 + whole
+        out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]
 
 
 _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"

@@ -157,7 +157,7 @@ class Quantized:
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """Shape of the packed codes of an array whose quantized axis is last."""
     *lead, K = moved_shape
-    return (*lead, K // 2 if recipe.is_packed else K)
+    return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import numpy as np
 
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2
-from fp4kit.layouts import unpack
+from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -59,4 +59,4 @@ def as_strided(x):
 
 def codes_of(q):
     """Codes one per element, in q.moved_shape."""
-    return unpack(q.packed) if q.recipe.is_packed else q.packed
+    return unpacked(q.packed, q.recipe.element.packing)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit import formats
+from fp4kit import formats, layouts
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8
 
@@ -167,3 +167,13 @@ def test_every_block_format_has_its_facts():
 def test_float32_limits():
     assert formats.FLT_MAX == (2 - 2.0**-23) * 2.0**127
     assert formats.FLT_MIN == 2.0**-126
+
+
+@pytest.mark.parametrize("fmt", formats.ELEMENT_FORMATS, ids=repr)
+def test_packing_says_how_codes_share_bytes(fmt):
+    packing = fmt.packing
+    assert packing == ((2, 1) if fmt.bits == 4 else (1, 1))
+    assert packing.stored_bits * packing.codes == 8 * packing.bytes and packing.stored_bits >= fmt.bits
+    codes = np.arange(64, dtype=np.uint8).reshape(2, 32) & (2**fmt.bits - 1)
+    stored = layouts.packed(codes, packing)
+    assert stored.shape == (2, packing.length(32)) and (layouts.unpacked(stored, packing) == codes).all()

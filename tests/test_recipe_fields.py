@@ -12,7 +12,7 @@ import fp4kit
 from fp4kit.cuda import loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
-from fp4kit.reference import codec, dequantize, fake, scaling
+from fp4kit.reference import block_rules, codec, dequantize, fake, scaling
 
 V, T = ValueError, TypeError
 E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
@@ -58,7 +58,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "no block rule": ("mxfp4-ocp", {"block_rule": None}, V, "block is (1, 32); needs block_rule or tensor_scaling 'block'"),
     "no block and no rule": ("mxfp4-ocp", {"block_rule": None, "block": None}, V, "block_rule is None; needs a rule that"),
     "block of nothing": ("fp8-modelopt", {"block": (1, 16)}, V, "block is (1, 16); needs block_rule or tensor_scaling"),
-    "odd block of packed": ("mxfp4-ocp", {"block": (1, 15)}, V, "block is (1, 15); needs an even number of columns"),
+    "odd block of packed": ("mxfp4-ocp", {"block": (1, 15)}, V, "block is (1, 15); needs a multiple of 2 columns"),
     "lanes of odd blocks": ("mxfp8-flashinfer", {"block": (1, 15)}, V, "as amax_nan 'lanes' tells even elements"),
     "rows of square blocks": ("nvfp4-te-rowscaled", {"block": (16, 16)}, V, "needs blocks of one row with tensor_scaling 'row'"),
     "blocks of two rows": ("int4-qat", {"block": (2, 32)}, V, "needs blocks of one row with tensor_scaling 'block'"),
@@ -179,7 +179,7 @@ def test_every_pair_of_rules_works_or_is_refused():
 
 
 def test_names_of_rules_are_those_of_the_specification():
-    assert set(rules.BLOCK_RULES) == {*scaling.BLOCK_RULES, "four_over_six"}
+    assert set(rules.BLOCK_RULES) == {*block_rules.BLOCK_RULES, "four_over_six"}
     assert set(rules.TENSOR_RULES) == set(scaling.TENSOR_RULES)
     assert set(rules.DECODE_RULES) == set(dequantize.DECODE_RULES)
     assert set(rules.FAKE_RULES) == set(fake.FAKE_RULES)

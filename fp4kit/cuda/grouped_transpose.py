@@ -39,7 +39,7 @@ def transpose_group(matrices: Sequence[Matrix], r: Recipe) -> Launch:
     shapes = [(1, *m.shape) for m in matrices]
     found = [moves(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
     flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)
-    bits, device = 4 if r.is_packed else 8, matrices[0].codes.device.id
+    bits, device = r.element.packing.stored_bits, matrices[0].codes.device.id
     small = is_small(matrices)
     function = _function(bits, r.block_size, all(map(all, found)), small, device)
     table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)

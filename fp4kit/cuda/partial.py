@@ -43,7 +43,7 @@ ARGUMENTS: Mapping[str, np.dtype] = {
 
 def run_bytes(r: Recipe) -> int:
     """Bytes of the codes of a run."""
-    return RUN // 2 if r.is_packed else RUN
+    return r.element.packing.length(RUN)
 
 
 def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:

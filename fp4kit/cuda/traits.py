@@ -25,7 +25,7 @@ def format_struct(f: ElementFormat, name: str) -> str:
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,
         "int kBits": f.bits,
-        "int kStoredBits": 4 if f.bits == 4 else 8,
+        "int kStoredBits": f.packing.stored_bits,
         "int kBias": f.bias,
         "int kEmin": f.emin,
         "int kEmax": f.emax,

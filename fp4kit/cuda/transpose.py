@@ -45,7 +45,7 @@ def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape:
 def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
     """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
     whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
-    launch = _launch(4 if r.is_packed else 8, r.block_size, layout, whole, words, shape, out.device.id)
+    launch = _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
 
 
@@ -54,7 +54,7 @@ def moves(
 ) -> tuple[bool, bool]:
     """Whether codes move by 16 bytes, and scales by four."""
     _, M, K = shape
-    bits = 4 if r.is_packed else 8
+    bits = r.element.packing.stored_bits
     whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
     words = aligned(scales, 16) and aligned(scales_out, 16)
     return whole, words and (layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0))

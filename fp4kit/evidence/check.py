@@ -211,7 +211,7 @@ def _arrays(case: Case) -> Compared:
 
 def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Codes one per element, ours and the recorded ones."""
-    if case.recipe.element.bits == 4:
+    if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
     if case.recipe.element.bits == 6 and recorded.shape != ours.shape:

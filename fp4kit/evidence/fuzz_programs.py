@@ -293,7 +293,7 @@ def _partial(p: Program, case: Case) -> None:
         p.call(f"done{i}", "fp4kit.partial_cast", flat[a:b], out, whole, shape, a, Ref("r"), tensor_amax=amax)
         p.mark(writes=("out",))
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), tensor_amax=amax)
-    p.same(out, p.call("wanted", "with_codes", kept, q["packed"], done, 2 if r.is_packed else 1))
+    p.same(out, p.call("wanted", "with_codes", kept, q["packed"], done, r.element.packing.codes))
 
 
 def _master_weights(p: Program, case: Case) -> None:

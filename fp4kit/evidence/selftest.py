@@ -173,7 +173,7 @@ def _anchors(r: Recipe) -> np.ndarray:
 def every_code(engine: Engine, id: str) -> Outcome:
     """All 256 bytes of codes under all 256 bytes of scales, decoded to each dtype."""
     r = RECIPES[id]
-    width = 512 if r.is_packed else 256
+    width = 256 * r.element.packing.codes
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
     limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)

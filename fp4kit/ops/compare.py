@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm, prod
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.interop import import_arrays
-from fp4kit.layouts import unpack, unswizzle_scales
+from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare_values import Box, Reader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.quantized import Quantized
@@ -170,7 +171,7 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     same = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not same or a.recipe.block_size != b.recipe.block_size:
         return (0, 0), (0, 0), (0, 0)
-    codes = _count(a.packed, b.packed, unpack if a.recipe.is_packed else None)
+    codes = _count(a.packed, b.packed, partial(unpacked, packing=a.recipe.element.packing))
     scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
     return codes, scales, _count(a.tensor_scale, b.tensor_scale)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.call import check
-from fp4kit.layouts import unpack
+from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
@@ -105,7 +105,7 @@ def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None
     codes = ours.packed != q.packed
     scales = np.zeros(0, bool) if q.block_scale is None else ours.block_scale != q.block_scale
     differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
-    by_element = unpack(ours.packed ^ q.packed) if r.is_packed else codes
+    by_element = unpacked(ours.packed ^ q.packed, r.element.packing)
     total = codes.size + scales.size
     return Match(r.id, total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 

@@ -95,13 +95,13 @@ class Recipe:
 
     @property
     def is_packed(self) -> bool:
-        """Whether two codes share a byte."""
-        return self.element.bits == 4
+        """Whether codes share bytes."""
+        return self.element.packing.codes > 1
 
     @property
     def length_multiple(self) -> int:
         """What the length of the quantized axis must be a multiple of: whole blocks, whole bytes."""
-        return self.block_size if self.block else 2 if self.is_packed else 1
+        return self.block_size if self.block else self.element.packing.codes
 
     @property
     def format_name(self) -> str:

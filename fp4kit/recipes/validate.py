@@ -110,8 +110,8 @@ def _check_block(r: Any) -> None:
     rows, columns = r.block
     if r.block_rule is None and r.tensor_scaling != "block":
         _refuse(r, "block", "needs block_rule or tensor_scaling 'block', for a scale of its own; else None")
-    if r.is_packed and columns % 2:
-        _refuse(r, "block", f"needs an even number of columns, since two codes of {r.element} share a byte")
+    if columns % r.element.packing.codes:
+        _refuse(r, "block", f"needs a multiple of {r.element.packing.codes} columns: codes of {r.element} share bytes")
     if r.amax_nan == "lanes" and columns % 2:
         _refuse(r, "block", "needs an even number of columns, as amax_nan 'lanes' tells even elements from odd ones")
     if rows > 1 and r.tensor_scaling in ("row", "block"):

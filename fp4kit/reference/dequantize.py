@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp4kit.formats import E4M3, E8M0
-from fp4kit.layouts import unpack
+from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
@@ -97,10 +97,9 @@ def dequantize_matrix(
 ) -> None:
     """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of implied.stored_tensor_scale."""
     tensor = tensor.columns(recipe)
-    step = 2 if recipe.is_packed else 1
+    packing = recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):
-        codes = packed[rows, columns.start // step : columns.stop // step]
-        codes = unpack(codes) if recipe.is_packed else codes
+        codes = unpacked(packed[rows, packing.length(columns.start) : packing.length(columns.stop)], packing)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         tile_scales = None if scales is None else scales[rows, blocks]
         values = dequantize_tile(codes, tile_scales, recipe, tensor.cut(rows, blocks))

@@ -249,7 +249,7 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
     codes = np.empty((B, *packed_shape((K, M), q.recipe)), np.uint8)
     linear = np.empty((B, *scale_shape((K, M), q.recipe)), np.uint8)
     for i in range(B):
-        codes[i] = transpose_codes(packed[i], q.recipe.is_packed)
+        codes[i] = transpose_codes(packed[i], q.recipe.element.packing)
         linear[i] = transpose_scales(scales[i], size)
     linear = linear.reshape(scale_shape(shape, q.recipe))
     return codes.reshape(packed_shape(shape, q.recipe)), swizzle_scales(linear, q.scale_layout)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.layouts import pack
+from fp4kit.layouts import write_codes
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax
 from fp4kit.reference.quantize import quantize_tile
@@ -86,19 +86,4 @@ def partial_cast(
         codes, _ = quantize_tile(padded, row_recipe, tensor, shard.dtype, blocks, None)
         offset = segment.columns.start - first * width
         owned = codes[:, offset : offset + segment.columns.stop - segment.columns.start]
-        write_codes(out, owned, segment.rows, segment.columns.start, recipe.is_packed)
-
-
-def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, is_packed: bool) -> None:
-    """Put codes (m, n) at (rows, column) of packed out, touching no other nibble."""
-    if not is_packed:
-        out[rows, column : column + codes.shape[1]] = codes
-        return
-    if column % 2:  # the first element is the high nibble of a byte whose low nibble is not ours
-        out[rows, column // 2] = out[rows, column // 2] & 0x0F | codes[:, 0] << 4
-        codes, column = codes[:, 1:], column + 1
-    whole = codes.shape[1] // 2
-    out[rows, column // 2 : column // 2 + whole] = pack(codes[:, : 2 * whole])
-    if codes.shape[1] % 2:
-        byte = column // 2 + whole
-        out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]
+        write_codes(out, owned, segment.rows, segment.columns.start, recipe.element.packing)

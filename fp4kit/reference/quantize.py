@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.layouts import pack
+from fp4kit import layouts
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import multiply_ftz
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -115,7 +115,7 @@ def quantize_matrix(
     amax: what tensor_amax returns, or any shape that broadcasts to it.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
-    step = 2 if recipe.is_packed else 1
+    packing = recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], recipe, options.hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
@@ -127,7 +127,7 @@ def quantize_matrix(
             None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
             None if options.random is None else options.random(rows, columns),
         )
-        packed[rows, columns.start // step : columns.stop // step] = pack(codes) if recipe.is_packed else codes
+        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
         if scales is not None:
             scales[rows, blocks] = tile_scales
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.layouts import pack, unpack
+from fp4kit.formats import Packing
+from fp4kit.layouts import packed, unpacked
 from fp4kit.reference.blocks import TILE_ELEMENTS
 
 
-def transpose_codes(packed: np.ndarray, is_packed: bool) -> np.ndarray:
-    """Codes (M, K/2) two a byte -> (K, M/2), M even; one a byte: (M, K) -> (K, M)."""
-    if not is_packed:
-        return np.ascontiguousarray(packed.T)
-    M, half = packed.shape
-    out = np.empty((2 * half, M // 2), np.uint8)
-    width = max(TILE_ELEMENTS // max(M, 1), 1)
-    for start in range(0, half, width):
-        columns = slice(start, min(start + width, half))
-        out[2 * columns.start : 2 * columns.stop] = pack(unpack(packed[:, columns]).T)
+def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
+    """Packed codes of an (M, K) matrix -> those of the (K, M) one; M fills whole bytes."""
+    (M, wide), codes = stored.shape, packing.codes
+    K = wide // packing.bytes * codes
+    out = np.empty((K, packing.length(M)), np.uint8)
+    step = max(TILE_ELEMENTS // max(M, 1), 1) * packing.bytes
+    for start in range(0, wide, step):
+        part = unpacked(stored[:, start : start + step], packing)
+        first = start // packing.bytes * codes
+        out[first : first + part.shape[1]] = packed(part.T, packing)
     return out
 
 

@@ -39,7 +39,7 @@ class HostStages:
         amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
         self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
         self._whole = self.bits[: len(shapes)].view(np.float32)
-        self._unit = 2 if r.is_packed else 1  # elements of a byte: what the message is cut at
+        self._unit = r.element.packing.codes  # elements of a byte: what the message is cut at
         lengths = partition.pieces(self._unit)
         self.counts = lengths.sum(axis=1).tolist()
         self.message = np.zeros(self.counts[rank], np.uint8)

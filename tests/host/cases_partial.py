@@ -14,7 +14,7 @@ from inputs import ordinary
 import fp4kit
 from fp4kit.cuda import partial
 from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
-from fp4kit.layouts import pack
+from fp4kit.layouts import packed
 from fp4kit.ops.partial import amax_shape
 from fp4kit.quantized import packed_shape
 from fp4kit.recipes import Recipe
@@ -159,7 +159,7 @@ class Partial:
         blocks = x.astype(np.float32).reshape(len(x), -1, r.block_size)
         with np.errstate(all="ignore"):
             codes = encode_elements(blocks, factor, r, self.dtype, None).reshape(x.shape)
-        return (pack(codes) if r.is_packed else codes).reshape(-1)
+        return packed(codes, r.element.packing).reshape(-1)
 
 
 @dataclass(frozen=True)
