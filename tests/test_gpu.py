@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.evidence.rows import ROWS
@@ -187,6 +187,7 @@ def test_graph_capture_and_streams() -> None:
     assert_same(q, fp4kit.quantize(x, "nvfp4-te"))
 
 
+@gpu_only
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
@@ -197,6 +198,7 @@ def test_torch_tensors() -> None:
     assert torch.from_dlpack(gpu.packed).data_ptr() == gpu.packed.data.ptr
 
 
+@gpu_only
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
 def test_every_float32(name) -> None:
     """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the specification."""
@@ -266,6 +268,7 @@ def test_blocks_that_are_no_whole_runs() -> None:
         fp4kit.quantize(cupy.ones((2, 96), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 48)))
 
 
+@gpu_only
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
 def test_more_than_2_31_elements(name) -> None:
     """Rows repeat, so that the last ones have the bytes of the first."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.ops import fake_on_device, on_device, prepared_call
@@ -225,6 +225,7 @@ def test_strided_amaxes_of_rows():
     assert differing(fp4kit.dequantize(replace(q, tensor_amax=amax)), fp4kit.dequantize(expected)) == 0
 
 
+@gpu_only
 def test_threads_with_arrays_of_their_own():
     """Launches of a prepared call from many threads do not mix up their arguments."""
     xs = [np.random.default_rng(i).standard_normal(SHAPE, np.float32) for i in range(8)]

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import INPUTS, as_strided, ordinary
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.recipes import RECIPES
@@ -192,6 +192,7 @@ def test_errors_of_the_gradient() -> None:
         fp4kit.fake_quantize_backward(np.ones((2, 32), np.float32), x, "nvfp4-te", pass_through=False)
 
 
+@gpu_only
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import BF16
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, gpu_only
 from test_grouped import Drawn, groups
 
 import fp4kit
@@ -168,6 +168,7 @@ def test_replaced_tensors_are_noticed() -> None:
     assert differing(plan.fake_quantize()[1], fp4kit.fake_quantize(-x, "fp8-modelopt")) == 0
 
 
+@gpu_only
 def test_memory_of_pytorch_tensors_is_noticed() -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.ones((16, 64), device="cuda", dtype=torch.bfloat16) * i for i in range(3)]

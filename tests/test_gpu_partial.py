@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, gpu_only
 from thread_group import run_threads
 
 import fp4kit
@@ -154,6 +154,7 @@ def test_plan_columnwise_refresh_and_graph() -> None:
     check(plan.cast())
 
 
+@gpu_only
 def test_nothing_waits() -> None:
     """A step returns while work that was queued before it still runs."""
     x = cupy.zeros(1 << 28, np.uint8)
@@ -175,6 +176,7 @@ def test_nothing_waits() -> None:
     stream.synchronize()
 
 
+@gpu_only
 def test_nccl_group_of_one() -> None:
     comm = Nccl(0, 1, Nccl.unique_id())
     x = cupy.arange(7, dtype=np.uint32)

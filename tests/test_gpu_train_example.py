@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from inputs import ordinary
-from on_gpu import ON_GPU, cupy
+from on_gpu import ON_GPU, cupy, gpu_only
 
 import fp4kit
 from examples import train_fp4
@@ -20,6 +20,7 @@ def test_every_loss_is_that_of_the_cpu(name):
     assert train_fp4.ways((1, 2, 4), True)[name](STEPS) in ([expected], [expected] * 2, [expected] * 4)
 
 
+@gpu_only
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-flashinfer"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_torch_autograd_on_cuda(recipe, dtype):

@@ -21,9 +21,12 @@
 struct Index { unsigned x = 0, y = 0, z = 0; };
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 
+[[noreturn]] void host_stop(const char* message);  // ends the program, or the launch: serve.h, library.h
+
 [[noreturn]] inline void host_fail(const char* message) {
-  std::fprintf(stderr, "host.h: thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, message);
-  std::exit(1);
+  char text[256];
+  std::snprintf(text, sizeof text, "host.h: thread %u of block %u: %s", threadIdx.x, blockIdx.x, message);
+  host_stop(text);
 }
 
 // ---- fibers and barriers ----------------------------------------------------------------------------------------------
