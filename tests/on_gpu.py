@@ -6,10 +6,12 @@ ON_GPU is their pytestmark.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks
@@ -30,6 +32,16 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 def gpu_only(test: T) -> T:
     """Decorator of a test that means nothing where the host plays the GPU: it skips there."""
     return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
+
+
+def examples(count: int) -> settings:
+    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled before."""
+    return settings(max_examples=count if DEVICES else count // 20)
+
+
+def importable() -> AbstractContextManager[Any]:
+    """Where `import cupy` works, before a test runs."""
+    return nullcontext() if DEVICES else cupy.installed()
 
 
 def all_or_few(values: Iterable[T], few: Iterable[T]) -> list[Any]:

@@ -6,10 +6,10 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, gpu_only
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, examples, gpu_only
 from test_grouped import Drawn, groups
 
 import fp4kit
@@ -53,14 +53,14 @@ def test_unequal_tensors(name) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-@settings(max_examples=400)
+@examples(400)
 @given(data=st.data())
 def test_any_group(name, data) -> None:
     drawn = data.draw(groups((name,), DRAWN))
     check(drawn.xs, drawn.recipe, **drawn.options)
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(drawn=groups(FEW, DRAWN), axis=st.sampled_from((-1, 0)), pass_through=st.booleans(), by_plan=st.booleans())
 def test_gradients(drawn: Drawn, axis: int, pass_through: bool, by_plan: bool) -> None:
     axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1

@@ -8,9 +8,9 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, gpu_only
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing, examples, gpu_only
 from thread_group import run_threads
 
 import fp4kit
@@ -52,7 +52,7 @@ def test_every_recipe(name, dtype) -> None:
     cast_both(x, name, [0, 1, 18, 18, 335, x.shape[1] * 20 + 7, x.size // 2 | 1, x.size - 3, x.size])
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(
     name=st.sampled_from(["nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt", "nvfp4-flashinfer"]),
     dtype=st.sampled_from(DTYPES),
@@ -96,7 +96,7 @@ def test_amax_of_tall_blocks(name) -> None:
     assert differing(fp4kit.amax(cupy.asarray(x), name, axis=0), fp4kit.amax(x, name, axis=0)) == 0
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(
     name=st.sampled_from(["nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-flashinfer"]),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=3, max_size=3),

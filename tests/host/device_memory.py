@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ UNWRITTEN = 0xEE
 _mprotect = ctypes.CDLL(None, use_errno=True).mprotect
 _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _NO_ACCESS = 0
+_lock = threading.Lock()
 
 
 class Memory:
@@ -38,7 +40,8 @@ class Memory:
         region.fill(UNWRITTEN)
         self.bytes, self._rest, self.size = region[:size], region[size:], room
         self.ptr = self.bytes.ctypes.data if size else 0
-        self.live.add(self)
+        with _lock:
+            self.live.add(self)
         _graph_keeps(self)
 
     def holds(self, array: np.ndarray) -> bool:
@@ -52,7 +55,9 @@ class Memory:
 
 def check_ends() -> None:
     """Memory.check_end of all that lives."""
-    for memory in list(Memory.live):
+    with _lock:
+        live = list(Memory.live)
+    for memory in live:
         memory.check_end()
 
 

@@ -107,6 +107,18 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
 inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 
+// As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than +0.
+inline float host_least(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+inline float host_most(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+#define fminf host_least
+#define fmaxf host_most
+
 inline void __syncthreads() { host_wait(host_block, blockDim.x); }
 inline int __syncthreads_or(int value) {
   static int any = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from fp4kit.reference.arith import _reciprocal_table
 # have templates of one name and other types.
 FLAGS = ("-DHOST_LIBRARY", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-g0")
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
-BATCH = 32  # instantiations of a library: to read the headers costs as much as six
+BATCH = 32  # instantiations of a library, of one .cu file: headers of several may not stand together; to read them costs as six
 
 
 class Library:
@@ -54,7 +55,7 @@ class Libraries:
         self._table = _reciprocal_table()
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
-        self._noted: dict[Instantiation, None] = {}
+        self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by the .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
         """What stands in for loader.function: the kernel is compiled when it is launched."""
@@ -80,16 +81,16 @@ class Libraries:
         with patch.object(cupy_on_host, "rehearsing", True):
             for call in calls:
                 call()
-        self._submit(list(self._noted))
-        self._noted.clear()
+        for file in list(self._noted):
+            self._submit(list(self._noted.pop(file)))
 
     def _note(self, instantiation: Instantiation) -> None:
         if instantiation in self._found:
             return
-        self._noted[instantiation] = None
-        if len(self._noted) == BATCH:  # compiled while the rehearsal goes on
-            self._submit(list(self._noted))
-            self._noted.clear()
+        file = instantiation.source.splitlines()[-1]
+        self._noted[file][instantiation] = None
+        if len(self._noted[file]) == BATCH:  # compiled while the rehearsal goes on
+            self._submit(list(self._noted.pop(file)))
 
     def _submit(self, batch: list[Instantiation]) -> None:
         if batch:
