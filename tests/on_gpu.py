@@ -5,7 +5,7 @@ ON_GPU is their pytestmark.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -26,6 +26,13 @@ except (ImportError, RuntimeError):  # CuPy, or its driver, is missing
 if not DEVICES:
     from host import cupy_on_host as cupy
 ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
+# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor scale.
+REPRESENTATIVE = (
+    *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
+    *("nvfp4-flashinfer", "nvfp4-modelopt-static", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp6-torchao-floor-e2m3", "mxfp8-te"),
+    *("mxfp8-te-e5m2-2d", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt", "int4-qat"),
+    *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-modelopt-fake", "mxfp4-microxcaling-even"),
+)
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -44,9 +51,8 @@ def importable() -> AbstractContextManager[Any]:
     return nullcontext() if DEVICES else cupy.installed()
 
 
-def all_or_few(values: Iterable[T], few: Iterable[T]) -> list[Any]:
+def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
     """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive rest."""
-    few = list(few)
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing, gpu_only
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.evidence.rows import ROWS
@@ -20,7 +20,7 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 ON_DEVICE_FAKE = [name for name in WITH_CODES if RECIPES[name].fake_rule is None]
 
 
-@pytest.mark.parametrize("name", WITH_CODES)
+@pytest.mark.parametrize("name", all_or_few(WITH_CODES))
 def test_adversarial_blocks(name) -> None:
     for dtype in DTYPES:
         gpu = check(blocks(dtype), name)
@@ -29,7 +29,7 @@ def test_adversarial_blocks(name) -> None:
             assert differing(fp4kit.dequantize(gpu, other), fp4kit.dequantize(cpu, other)) == 0
 
 
-@pytest.mark.parametrize("name", sorted({row.recipe for row in ROWS if not row.fake}))
+@pytest.mark.parametrize("name", all_or_few(sorted({row.recipe for row in ROWS if not row.fake})))
 def test_every_golden_input(name, golden) -> None:
     for key in golden.inputs():
         x = golden.input(key)
@@ -131,7 +131,7 @@ def test_hadamard() -> None:
             check(x, "nvfp4-te-reference", axis=0, hadamard=hadamard)
 
 
-@pytest.mark.parametrize("name", ON_DEVICE_FAKE)
+@pytest.mark.parametrize("name", all_or_few(ON_DEVICE_FAKE))
 def test_fake_quantize(name) -> None:
     for dtype in DTYPES:
         x = blocks(dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, check
+from on_gpu import ON_GPU, all_or_few, check
 
 from fp4kit.cuda.launch import TABLE_LEAST
 from fp4kit.recipes import RECIPES
@@ -29,13 +29,13 @@ def matrix(seed: int) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_or_few(NAMES))
 def test_large_matrices(name) -> None:
     check(matrix(NAMES.index(name)), name, tensor_amax=5.3)
 
 
 @pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
-@pytest.mark.parametrize("name", ["nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-256-2d"])
+@pytest.mark.parametrize("name", all_or_few(["nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-256-2d"]))
 def test_layouts_and_a_given_amax(name, layout) -> None:
     x = matrix(1)
     check(x, name, scale_layout=layout, tensor_amax=3.0)  # less than most

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from inputs import ordinary
-from on_gpu import ON_GPU, cupy, gpu_only, importable
+from on_gpu import DEVICES, ON_GPU, cupy, gpu_only, importable
 
 import fp4kit
 from examples import train_fp4
@@ -11,7 +11,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import FakeQuantSettings
 
 pytestmark = ON_GPU
-STEPS = 60
+STEPS = 60 if DEVICES else 15
 with importable():
     WAYS = list(train_fp4.ways((1, 2, 4), True))
 
