@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from on_gpu import ON_GPU, all_or_few, check
 
+import fp4kit
 from fp4kit.cuda.launch import TABLE_LEAST
 from fp4kit.recipes import RECIPES
 
@@ -40,3 +41,37 @@ def test_layouts_and_a_given_amax(name, layout) -> None:
     x = matrix(1)
     check(x, name, scale_layout=layout, tensor_amax=3.0)  # less than most
     check(x, name, scale_layout=layout, tensor_amax=2.0**-50)
+
+
+def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
+    """Blocks in which the last element decides between the two scales: where the choice turns, and near it.
+
+    Fourteen elements are equal, so that what their errors are off adds up.
+    """
+    rng = np.random.default_rng(5)
+    x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
+    x[:, 0] = 1.0
+    low, high = np.full(len(x), 0x3C000000, np.uint32), np.full(len(x), 0x3F7FFFFF, np.uint32)  # 2^-7 and the last below 1
+
+    def choices(bits: np.ndarray) -> np.ndarray:
+        x[:, 15] = bits.view(np.float32)
+        return fp4kit.quantize(x, name, tensor_amax=tensor_amax).block_scale[:, 0].copy()
+
+    first = choices(low)
+    turns = first != choices(high)
+    while (high - low).max() > 1:
+        middle = low + (high - low) // 2
+        same = choices(middle) == first
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    steps = np.uint32([0, 48, 60, 63, 64, 65, 66, 70, 80, 128])
+    found = np.repeat(x[turns], len(steps), axis=0)
+    found[:, 15] = np.minimum(np.add.outer(low[turns] - 64, steps), 0x3F7FFFFF).reshape(-1).view(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("name", all_or_few(NAMES, ["nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448"]))
+def test_errors_that_are_nearly_equal(name) -> None:
+    for tensor_amax in (5.3, 7.7):
+        x = nearly_equal_errors(name, tensor_amax)
+        assert len(x) > 1000
+        check(x, name, tensor_amax=tensor_amax)
