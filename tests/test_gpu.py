@@ -100,6 +100,37 @@ def test_given_amaxes() -> None:
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=np.float32([1.0]))
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt"])
+def test_several_matrices_of_each_expert(name) -> None:
+    """Experts come first: matrices 0 and 1 of six are those of the first of three."""
+    x = blocks(np.float32, 6 * 32, 64).reshape(3, 2, 32, 64)
+    amaxes = {"tensor_amax": cupy.asarray(np.float32([3, 500, 7e4]))}
+    check(x, name, **amaxes)
+    check(x, name, axis=-2, scale_layout="linear", **amaxes)
+    same_fake(x, name, **amaxes)
+    gpu = fp4kit.quantize_both(cupy.asarray(x), name, **amaxes)
+    for a, b in zip(gpu, fp4kit.quantize_both(x, name, tensor_amax=amaxes["tensor_amax"].get()), strict=True):
+        assert_same(a, b)
+
+
+def same_fake(x: np.ndarray, name: str, tensor_amax) -> None:
+    """fake_quantize on both sides."""
+    values = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
+    assert differing(values, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax.get())) == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-reference-2d", "mxfp8-te-2d"])
+def test_square_blocks_that_end_below_the_matrix(name) -> None:
+    """What comes after the last row, and is larger than all of x, is not looked at."""
+    for rows in (1, 15, 17, 33, 47, 129):
+        for dtype in DTYPES:
+            whole = cupy.asarray(np.full((rows + 16, 64), 6e4, dtype))
+            x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(dtype)
+            whole[:rows] = cupy.asarray(x)
+            assert_same(fp4kit.quantize(whole[:rows], name), fp4kit.quantize(x, name))
+            check(x, name, scale_layout="swizzled_128x4")
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-te", "mxfp8-te"])
 def test_stochastic(name) -> None:
     x = blocks(np.float32)

@@ -69,9 +69,10 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("name", all_or_few(NAMES, ["nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448"]))
+@pytest.mark.parametrize("name", ["nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448"])
 def test_errors_that_are_nearly_equal(name) -> None:
-    for tensor_amax in (5.3, 7.7):
+    """Where less slack than are_apart leaves would choose the other scale."""
+    for tensor_amax in (1.3, 3.3):
         x = nearly_equal_errors(name, tensor_amax)
         assert len(x) > 1000
         check(x, name, tensor_amax=tensor_amax)
