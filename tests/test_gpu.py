@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
+from test_scaling import PRODUCTS
 
 import fp4kit
 from fp4kit.evidence.rows import ROWS
@@ -129,6 +130,16 @@ def test_square_blocks_that_end_below_the_matrix(name) -> None:
             whole[:rows] = cupy.asarray(x)
             assert_same(fp4kit.quantize(whole[:rows], name), fp4kit.quantize(x, name))
             check(x, name, scale_layout="swizzled_128x4")
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
+def test_the_order_of_te_s_products(name) -> None:
+    """test_scaling.py says why these amaxes tell."""
+    for amax, code in PRODUCTS.items():
+        x = np.zeros((16, 16), np.float32)
+        x[3, 5] = -amax
+        gpu = check(x, name, tensor_amax=3.0)
+        assert gpu.block_scale.get()[3].tolist() == [code]
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-te", "mxfp8-te"])
