@@ -303,6 +303,9 @@ def test_block_amaxes_are_checked() -> None:
             fp4kit.quantize(cupy.asarray(x), "nvfp4-modelopt-static", block_amax=given)
     with pytest.raises(ValueError, match="takes it from x"):
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_amax=cupy.asarray(amax))
+    with pytest.raises(NotImplementedError, match="block_amax of blocks of several rows has no CUDA kernel"):
+        static = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
+        fp4kit.quantize(cupy.asarray(x), static, block_amax=cupy.asarray(amax))
 
 
 def test_blocks_that_are_no_whole_runs() -> None:

@@ -104,10 +104,17 @@ def test_options() -> None:
     x = blocks(BF16, 64, 256)
     xs = [x[:32], x[:0], x]
     check(xs, "nvfp4-te", rounding="stochastic", seed=7)
+    check(xs, "nvfp4-te", tensor_amax=[1.5, 2.0, 300.0])
     check(xs, "nvfp4-te-reference", hadamard=True)
     check(xs, "int4-modelopt", hadamard=True)
     check(xs, "nvfp4-te-rowscaled", tensor_amax=[np.full((len(a), 1), 3, np.float32) for a in xs])
     check([x[:32], x[32:].astype(np.float32), x[:8].astype(np.float16)], "nvfp4-te")
+
+
+def test_values_of_a_rule_of_its_own_are_rounded_to_nearest() -> None:
+    plan = fp4kit.GroupedPlan([cupy.ones((2, 32), np.float32)], "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
+    with pytest.raises(ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"):
+        plan.fake_quantize()
 
 
 def test_misaligned_and_strided_tensors() -> None:

@@ -13,86 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from host.device_memory import (
-    Memory,
-    MemoryPool,
-    Stream,
-    allocate,
-    is_capturing,
-    on_stream,
-    using_allocator,
-    wait,
-)
+from host.cuda_on_host import Device, cuda
+from host.device_memory import Memory, allocate, is_capturing, on_stream, wait
+
+__all__ = ["cuda", "ndarray"]
 
 __version__ = "on the host"
 DLPACK_CUDA = 2
-DEVICES = 2
 rehearsing = False  # whether launches are only noted: libraries.py
-MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
-
-
-# ---- devices --------------------------------------------------------------------------------------------------------------
-
-
-class Device:
-    """cupy.cuda.Device."""
-
-    _current: list[int] = [0]  # noqa: RUF012
-
-    def __init__(self, device: int | None = None) -> None:
-        self.id = self._current[-1] if device is None else int(device)
-        if not 0 <= self.id < DEVICES:
-            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
-
-    def __enter__(self) -> Device:
-        self._current.append(self.id)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._current.pop()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Device) and self.id == other.id
-
-    def __hash__(self) -> int:
-        return hash(self.id)
-
-    def __repr__(self) -> str:
-        return f"<CUDA Device {self.id}>"
-
-    def synchronize(self) -> None:
-        """Nothing is left to wait for."""
-        wait()
-
-
-class CUDARuntimeError(RuntimeError):
-    """cupy.cuda.runtime.CUDARuntimeError."""
-
-
-class CUDADriverError(RuntimeError):
-    """cupy.cuda.driver.CUDADriverError."""
-
-
-def _properties(device: int) -> dict[str, Any]:
-    return {"multiProcessorCount": MULTIPROCESSORS, "name": b"the host", "major": 9, "minor": 0, "device": device}
-
-
-runtime = SimpleNamespace(
-    getDeviceCount=lambda: DEVICES,
-    getDevice=lambda: Device().id,
-    getDeviceProperties=_properties,
-    memGetInfo=lambda: (1 << 30, 1 << 30),
-    CUDARuntimeError=CUDARuntimeError,
-)
-cuda = SimpleNamespace(
-    Device=Device,
-    MemoryPool=MemoryPool,
-    Stream=Stream,
-    driver=SimpleNamespace(CUDADriverError=CUDADriverError),
-    get_current_stream=Stream,
-    runtime=runtime,
-    using_allocator=using_allocator,
-)
 
 
 class MemoryPointer:
@@ -110,7 +38,7 @@ class MemoryPointer:
 # ---- the array ------------------------------------------------------------------------------------------------------------
 
 
-class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     """cupy.ndarray: a view of memory of a device."""
 
     __module__ = "cupy"
@@ -372,7 +300,8 @@ def _function(function: Callable[..., Any]) -> Callable[..., ndarray]:
     return lambda *arguments, **options: _apply(function, *arguments, **options)
 
 
-for _name in ("abs", "concatenate", "count_nonzero", "maximum", "moveaxis", "repeat", "rint", "searchsorted", "signbit", "tile", "where"):
+_SAME = "abs concatenate count_nonzero maximum moveaxis repeat rint searchsorted signbit tile where"
+for _name in _SAME.split():
     globals()[_name] = _function(getattr(np, _name))
 for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32", "float64"):
     globals()[_name] = getattr(np, _name)

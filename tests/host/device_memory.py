@@ -1,7 +1,7 @@
 """Memory, streams and graphs of the device that the host plays: see cupy_on_host.py.
 
-An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and ends before a page that nobody may touch, and
-so does what comes before it. What lies between its last byte and that page must stay as it is.
+An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and lies between pages that nobody may touch.
+What is left between its bytes and those pages, less than 512 bytes behind it, must stay as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import numpy as np
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 class Memory:
     """An allocation of `size` bytes between two guard pages."""
 
-    live: WeakSet[Memory] = WeakSet()
+    live: ClassVar[WeakSet[Memory]] = WeakSet()
 
     def __init__(self, size: int) -> None:
         room = -(-size // UNIT) * UNIT
@@ -36,9 +36,10 @@ class Memory:
         pages = np.frombuffer(mmap.mmap(-1, inner + 2 * PAGE), np.uint8)
         for guard in (0, PAGE + inner):
             assert _mprotect(pages.ctypes.data + guard, PAGE, _NO_ACCESS) == 0
-        region = pages[PAGE + inner - room : PAGE + inner]
-        region.fill(UNWRITTEN)
-        self.bytes, self._rest, self.size = region[:size], region[size:], room
+        pages[PAGE : PAGE + inner].fill(UNWRITTEN)
+        start = PAGE + inner - room
+        self.bytes, self.size = pages[start : start + size], room
+        self._around = pages[PAGE:start], pages[start + size : PAGE + inner]
         self.ptr = self.bytes.ctypes.data if size else 0
         with _lock:
             self.live.add(self)
@@ -48,17 +49,18 @@ class Memory:
         """Whether an array lies in this memory."""
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
-    def check_end(self) -> None:
-        """Raise AssertionError if something was written behind the last byte."""
-        assert (self._rest == UNWRITTEN).all(), "a kernel wrote behind the end of an array"
+    def check_around(self) -> None:
+        """Raise AssertionError if something was written before the first byte or behind the last one."""
+        for rest, where in zip(self._around, ("before the start", "behind the end"), strict=True):
+            assert (rest == UNWRITTEN).all(), f"a kernel wrote {where} of an array"
 
 
-def check_ends() -> None:
-    """Memory.check_end of all that lives."""
+def check_around_all() -> None:
+    """Memory.check_around of all that lives."""
     with _lock:
         live = list(Memory.live)
     for memory in live:
-        memory.check_end()
+        memory.check_around()
 
 
 class MemoryPool:

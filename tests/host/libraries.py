@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 from host import cupy_on_host
-from host.device_memory import check_ends, on_stream
+from host.device_memory import check_around_all, on_stream
 from host.harness import SANITIZERS, Compiler, Instantiation, launching_on, program_text
 
 from fp4kit.cuda import loader
@@ -43,7 +43,7 @@ class Library:
         """Launch a kernel. Raises AssertionError if it is stopped, with why."""
         stopped = self._launch(kernel, arguments, len(arguments), grid, threads)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"
-        check_ends()
+        check_around_all()
 
 
 class Libraries:
