@@ -1,8 +1,14 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+
 import pytest
 from host.compiler import require_compiler
 from host.harness import Host
+from host.libraries import Libraries
 from hypothesis import settings
 
 from fp4kit.evidence.golden import GoldenSet
@@ -49,3 +55,30 @@ def host(request, tmp_path_factory):
     with Host(folder, compiler, checks_all=getattr(request.module, "CHECKS_ALL", False)) as host:
         host.build(lambda case=case: list(case.run()) for case in cases)
         yield host
+
+
+@pytest.fixture(scope="module")
+def played_gpu(request, tmp_path_factory, golden):
+    """The host plays the GPU for the tests of a module (on_gpu.py); what they launch is compiled in a rehearsal."""
+    folder = tmp_path_factory.mktemp("libraries")
+    libraries = Libraries(folder, require_compiler(folder))
+    with libraries.playing() as cupy:
+        libraries.rehearse(rehearsals(request, {"golden": golden}))
+        yield cupy
+
+
+def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> Iterator[Callable[[], object]]:
+    """The selected tests of a module, but for those with fixtures of their own; what a test raises is of no interest yet."""
+    for item in request.session.items:
+        if item.module is not request.module or item.get_closest_marker("gpu"):
+            continue
+        given = fixtures | (item.callspec.params if hasattr(item, "callspec") else {})
+        wanted = inspect.signature(item.obj).parameters
+        if wanted.keys() <= given.keys():
+            yield partial(quietly, item.obj, {name: given[name] for name in wanted})
+
+
+def quietly(test: Callable[..., object], arguments: dict[str, object]) -> None:
+    """The test, whatever it raises."""
+    with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
+        test(**arguments)

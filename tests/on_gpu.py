@@ -1,24 +1,66 @@
-"""What the tests on a GPU share: importing this skips a module where CuPy is missing; ON_GPU is its pytestmark."""
+"""What the tests on a GPU share. Where there is none, the host plays it (host/README.md): the same tests with another runner.
+
+ON_GPU is their pytestmark.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
 import numpy as np
 import pytest
+from hypothesis import settings
 
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks
 
-cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+T = TypeVar("T")
 try:
+    import cupy
+
     DEVICES = cupy.cuda.runtime.getDeviceCount()
-except cupy.cuda.runtime.CUDARuntimeError:
+except (ImportError, RuntimeError):  # CuPy, or its driver, is missing
     DEVICES = 0
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")]
+if not DEVICES:
+    from host import cupy_on_host as cupy
+ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
+# Recipes that stand for all where the host plays the GPU and time is short: one for each kind of kernel and of tensor scale.
+REPRESENTATIVE = (
+    *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
+    *("nvfp4-flashinfer", "nvfp4-modelopt-static", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp6-torchao-floor-e2m3", "mxfp8-te"),
+    *("mxfp8-te-e5m2-2d", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt", "int4-qat"),
+    *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-modelopt-fake", "mxfp4-microxcaling-even"),
+)
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def gpu_only(test: T) -> T:
+    """Decorator of a test that means nothing where the host plays the GPU: it skips there."""
+    return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
+
+
+def examples(count: int) -> settings:
+    """Hypothesis' settings of a test with so many examples on a GPU; on the host a twentieth, which it has compiled before."""
+    return settings(max_examples=count if DEVICES else count // 20)
+
+
+def importable() -> AbstractContextManager[Any]:
+    """Where `import cupy` works, before a test runs."""
+    return nullcontext() if DEVICES else cupy.installed()
+
+
+def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
+    """Parameters of a test: all of them on a GPU; on the host those among `few`, and the others in the exhaustive rest."""
+    rest = () if DEVICES else (pytest.mark.exhaustive,)
+    return [value if value in few else pytest.param(value, marks=rest) for value in values]
 
 
 def differing(gpu, cpu) -> int:
     """Values that differ in any bit; NaN equals NaN."""
+    if getattr(cupy, "rehearsing", False):
+        return 0  # no kernel has run
     a, b = np.ascontiguousarray(gpu.get()), np.ascontiguousarray(cpu)
     assert a.shape == b.shape and a.dtype == b.dtype
     bits = a.view(UNSIGNED[a.dtype.itemsize]) != b.view(UNSIGNED[a.dtype.itemsize])

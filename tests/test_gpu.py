@@ -7,7 +7,8 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
+from test_scaling import PRODUCTS
 
 import fp4kit
 from fp4kit.evidence.rows import ROWS
@@ -20,7 +21,7 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 ON_DEVICE_FAKE = [name for name in WITH_CODES if RECIPES[name].fake_rule is None]
 
 
-@pytest.mark.parametrize("name", WITH_CODES)
+@pytest.mark.parametrize("name", all_or_few(WITH_CODES))
 def test_adversarial_blocks(name) -> None:
     for dtype in DTYPES:
         gpu = check(blocks(dtype), name)
@@ -29,7 +30,7 @@ def test_adversarial_blocks(name) -> None:
             assert differing(fp4kit.dequantize(gpu, other), fp4kit.dequantize(cpu, other)) == 0
 
 
-@pytest.mark.parametrize("name", sorted({row.recipe for row in ROWS if not row.fake}))
+@pytest.mark.parametrize("name", all_or_few(sorted({row.recipe for row in ROWS if not row.fake})))
 def test_every_golden_input(name, golden) -> None:
     for key in golden.inputs():
         x = golden.input(key)
@@ -100,6 +101,47 @@ def test_given_amaxes() -> None:
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", tensor_amax=np.float32([1.0]))
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt"])
+def test_several_matrices_of_each_expert(name) -> None:
+    """Experts come first: matrices 0 and 1 of six are those of the first of three."""
+    x = blocks(np.float32, 6 * 32, 64).reshape(3, 2, 32, 64)
+    amaxes = {"tensor_amax": cupy.asarray(np.float32([3, 500, 7e4]))}
+    check(x, name, **amaxes)
+    check(x, name, axis=-2, scale_layout="linear", **amaxes)
+    same_fake(x, name, **amaxes)
+    gpu = fp4kit.quantize_both(cupy.asarray(x), name, **amaxes)
+    for a, b in zip(gpu, fp4kit.quantize_both(x, name, tensor_amax=amaxes["tensor_amax"].get()), strict=True):
+        assert_same(a, b)
+
+
+def same_fake(x: np.ndarray, name: str, tensor_amax) -> None:
+    """fake_quantize on both sides."""
+    values = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
+    assert differing(values, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax.get())) == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-reference-2d", "mxfp8-te-2d"])
+def test_square_blocks_that_end_below_the_matrix(name) -> None:
+    """What comes after the last row, and is larger than all of x, is not looked at."""
+    for rows in (1, 15, 17, 33, 47, 129):
+        for dtype in DTYPES:
+            whole = cupy.asarray(np.full((rows + 16, 64), 6e4, dtype))
+            x = np.random.default_rng(rows).standard_normal((rows, 64)).astype(dtype)
+            whole[:rows] = cupy.asarray(x)
+            assert_same(fp4kit.quantize(whole[:rows], name), fp4kit.quantize(x, name))
+            check(x, name, scale_layout="swizzled_128x4")
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
+def test_the_order_of_te_s_products(name) -> None:
+    """test_scaling.py says why these amaxes tell."""
+    for amax, code in PRODUCTS.items():
+        x = np.zeros((16, 16), np.float32)
+        x[3, 5] = -amax
+        gpu = check(x, name, tensor_amax=3.0)
+        assert gpu.block_scale.get()[3].tolist() == [code]
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-te", "mxfp8-te"])
 def test_stochastic(name) -> None:
     x = blocks(np.float32)
@@ -131,7 +173,7 @@ def test_hadamard() -> None:
             check(x, "nvfp4-te-reference", axis=0, hadamard=hadamard)
 
 
-@pytest.mark.parametrize("name", ON_DEVICE_FAKE)
+@pytest.mark.parametrize("name", all_or_few(ON_DEVICE_FAKE))
 def test_fake_quantize(name) -> None:
     for dtype in DTYPES:
         x = blocks(dtype)
@@ -187,6 +229,7 @@ def test_graph_capture_and_streams() -> None:
     assert_same(q, fp4kit.quantize(x, "nvfp4-te"))
 
 
+@gpu_only
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
@@ -197,6 +240,7 @@ def test_torch_tensors() -> None:
     assert torch.from_dlpack(gpu.packed).data_ptr() == gpu.packed.data.ptr
 
 
+@gpu_only
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
 def test_every_float32(name) -> None:
     """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the specification."""
@@ -259,6 +303,9 @@ def test_block_amaxes_are_checked() -> None:
             fp4kit.quantize(cupy.asarray(x), "nvfp4-modelopt-static", block_amax=given)
     with pytest.raises(ValueError, match="takes it from x"):
         fp4kit.quantize(cupy.asarray(x), "nvfp4-te", block_amax=cupy.asarray(amax))
+    with pytest.raises(NotImplementedError, match="block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"):
+        static = replace(RECIPES["nvfp4-modelopt-static"], block=(16, 16))
+        fp4kit.quantize(cupy.asarray(x), static, block_amax=cupy.asarray(amax))
 
 
 def test_blocks_that_are_no_whole_runs() -> None:
@@ -266,6 +313,7 @@ def test_blocks_that_are_no_whole_runs() -> None:
         fp4kit.quantize(cupy.ones((2, 96), np.float32), replace(RECIPES["mxfp4-ocp"], block=(1, 48)))
 
 
+@gpu_only
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
 def test_more_than_2_31_elements(name) -> None:
     """Rows repeat, so that the last ones have the bytes of the first."""

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import INPUTS, as_strided, ordinary
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.recipes import RECIPES
@@ -18,7 +18,7 @@ pytestmark = ON_GPU
 DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 WITH_RULE = [r.id for r in RECIPES.values() if r.fake_rule]
 MICROXCALING = [name for name in WITH_RULE if "microxcaling" in name]
-recipes = pytest.mark.parametrize("name", WITH_RULE)
+recipes = pytest.mark.parametrize("name", all_or_few(WITH_RULE))
 
 
 def same(x: np.ndarray, name, **options) -> None:
@@ -49,7 +49,7 @@ def test_every_golden_input(name, golden) -> None:
             same(x, name)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_RULE if RECIPES[name].tensor_scaling != "none"])
+@pytest.mark.parametrize("name", all_or_few(name for name in WITH_RULE if RECIPES[name].tensor_scaling != "none"))
 def test_given_amaxes(name) -> None:
     r = RECIPES[name]
     for amax in (3.7, 0.0, 1e-9, 1e-45, 2.0**-24, 3e38, np.inf):
@@ -108,7 +108,7 @@ def test_what_has_no_kernel_is_said() -> None:
         fp4kit.fake_quantize(x, "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
 
 
-@pytest.mark.parametrize("name", MICROXCALING)
+@pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
     """The log2 of elements and of amaxes: all finite values, beside anchors that set the block's scale."""
     for dtype in DTYPES[1:]:
@@ -120,7 +120,7 @@ def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
         same(np.concatenate([np.minimum(np.abs(finite), dtype.type(1e30 if dtype != np.float16 else 6e4)), finite], axis=1), name)
 
 
-@pytest.mark.parametrize("name", MICROXCALING)
+@pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_float32_near_powers_of_two(name) -> None:
     powers = np.arange(0, 255, dtype=np.uint32) << 23
     near = (powers[:, None] + np.arange(-160, 32, dtype=np.int64)).clip(1, 0x7F7FFFFF).astype(np.uint32).view(np.float32)
@@ -157,7 +157,7 @@ def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **optio
     assert differing(gpu, cpu) == 0
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
+@pytest.mark.parametrize("name", all_or_few(RECIPES))
 def test_clip_at_the_computed_amax(name) -> None:
     for x in INPUTS.values():
         for axis in (0, 1):
@@ -192,6 +192,7 @@ def test_errors_of_the_gradient() -> None:
         fp4kit.fake_quantize_backward(np.ones((2, 32), np.float32), x, "nvfp4-te", pass_through=False)
 
 
+@gpu_only
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

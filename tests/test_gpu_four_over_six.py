@@ -5,8 +5,9 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, check
+from on_gpu import ON_GPU, all_or_few, check
 
+import fp4kit
 from fp4kit.cuda.ways import TABLE_LEAST
 from fp4kit.recipes import RECIPES
 
@@ -29,14 +30,49 @@ def matrix(seed: int) -> np.ndarray:
     return x.astype(ml_dtypes.bfloat16)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_or_few(NAMES))
 def test_large_matrices(name) -> None:
     check(matrix(NAMES.index(name)), name, tensor_amax=5.3)
 
 
 @pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
-@pytest.mark.parametrize("name", ["nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-256-2d"])
+@pytest.mark.parametrize("name", all_or_few(["nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-256-2d"]))
 def test_layouts_and_a_given_amax(name, layout) -> None:
     x = matrix(1)
     check(x, name, scale_layout=layout, tensor_amax=3.0)  # less than most
     check(x, name, scale_layout=layout, tensor_amax=2.0**-50)
+
+
+def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
+    """Blocks in which the last element decides between the two scales: where the choice turns, and near it.
+
+    Fourteen elements are equal, so that what their errors are off adds up.
+    """
+    rng = np.random.default_rng(5)
+    x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
+    x[:, 0] = 1.0
+    low, high = np.full(len(x), 0x3C000000, np.uint32), np.full(len(x), 0x3F7FFFFF, np.uint32)  # 2^-7 and the last below 1
+
+    def choices(bits: np.ndarray) -> np.ndarray:
+        x[:, 15] = bits.view(np.float32)
+        return fp4kit.quantize(x, name, tensor_amax=tensor_amax).block_scale[:, 0].copy()
+
+    first = choices(low)
+    turns = first != choices(high)
+    while (high - low).max() > 1:
+        middle = low + (high - low) // 2
+        same = choices(middle) == first
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    steps = np.uint32([0, 48, 60, 63, 64, 65, 66, 70, 80, 128])
+    found = np.repeat(x[turns], len(steps), axis=0)
+    found[:, 15] = np.minimum(np.add.outer(low[turns] - 64, steps), 0x3F7FFFFF).reshape(-1).view(np.float32)
+    return found
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448"])
+def test_errors_that_are_nearly_equal(name) -> None:
+    """Where less slack than are_apart leaves would choose the other scale."""
+    for tensor_amax in (1.3, 3.3):
+        x = nearly_equal_errors(name, tensor_amax)
+        assert len(x) > 1000
+        check(x, name, tensor_amax=tensor_amax)

@@ -6,10 +6,10 @@ from itertools import cycle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16
-from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
 from test_grouped import Drawn, groups
 
 import fp4kit
@@ -46,21 +46,21 @@ def check(xs, name, **options) -> None:
             assert differing(gpu, cpu) == 0
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", all_or_few(RECIPES))
 def test_unequal_tensors(name) -> None:
     x = blocks(DTYPES[name], 70, 1024)
     check([x[:33, :128], x[:0, :256], x[:, :384], x[3], x[:64].reshape(2, 32, 1024), x[:, 128:256]], name)
 
 
 @pytest.mark.parametrize("name", FEW)
-@settings(max_examples=400)
+@examples(400)
 @given(data=st.data())
 def test_any_group(name, data) -> None:
     drawn = data.draw(groups((name,), DRAWN))
     check(drawn.xs, drawn.recipe, **drawn.options)
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(drawn=groups(FEW, DRAWN), axis=st.sampled_from((-1, 0)), pass_through=st.booleans(), by_plan=st.booleans())
 def test_gradients(drawn: Drawn, axis: int, pass_through: bool, by_plan: bool) -> None:
     axis = axis if all(x.shape[axis] % RECIPES[drawn.recipe].length_multiple == 0 for x in drawn.xs) else -1
@@ -104,10 +104,17 @@ def test_options() -> None:
     x = blocks(BF16, 64, 256)
     xs = [x[:32], x[:0], x]
     check(xs, "nvfp4-te", rounding="stochastic", seed=7)
+    check(xs, "nvfp4-te", tensor_amax=[1.5, 2.0, 300.0])
     check(xs, "nvfp4-te-reference", hadamard=True)
     check(xs, "int4-modelopt", hadamard=True)
     check(xs, "nvfp4-te-rowscaled", tensor_amax=[np.full((len(a), 1), 3, np.float32) for a in xs])
     check([x[:32], x[32:].astype(np.float32), x[:8].astype(np.float16)], "nvfp4-te")
+
+
+def test_values_of_a_rule_of_its_own_are_rounded_to_nearest() -> None:
+    plan = fp4kit.GroupedPlan([cupy.ones((2, 32), np.float32)], "mxfp4-modelopt-fake", rounding="stochastic", seed=1)
+    with pytest.raises(ValueError, match="GroupedPlan: mxfp4-modelopt-fake rounds to nearest only; got rounding='stochastic'"):
+        plan.fake_quantize()
 
 
 def test_misaligned_and_strided_tensors() -> None:
@@ -168,6 +175,7 @@ def test_replaced_tensors_are_noticed() -> None:
     assert differing(plan.fake_quantize()[1], fp4kit.fake_quantize(-x, "fp8-modelopt")) == 0
 
 
+@gpu_only
 def test_memory_of_pytorch_tensors_is_noticed() -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.ones((16, 64), device="cuda", dtype=torch.bfloat16) * i for i in range(3)]

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from host.cases_layouts import random_bytes, square_blocks
-from on_gpu import ON_GPU, assert_same, cupy, differing
+from on_gpu import ON_GPU, assert_same, cupy, differing, gpu_only
 
 import fp4kit
 from fp4kit.layouts import SCALE_LAYOUTS, pack, swizzle_scales, unpack
@@ -77,6 +77,7 @@ def test_transpose_of_nothing() -> None:
         assert_same(fp4kit.transpose(moved(q)), fp4kit.transpose(q))
 
 
+@gpu_only
 def test_transpose_of_a_large_array() -> None:
     """More than 2^31 codes: offsets of 64 bits."""
     M, K = shape = (2**16, 2**15 + 32)
@@ -117,6 +118,7 @@ def test_pack_and_unpack() -> None:
     assert differing(fp4kit.pack(cupy.asarray(np.uint8([0xF1, 0x92]))), np.uint8([0x21])) == 0
 
 
+@gpu_only
 def test_torch_tensors() -> None:
     torch = pytest.importorskip("torch")
     codes = random_bytes((6, 64)) & 15

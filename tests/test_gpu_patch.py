@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from on_gpu import ON_GPU, assert_same, blocks, check, cupy
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy
 
 import fp4kit
 from fp4kit.cuda.ways import patches
@@ -22,7 +22,7 @@ def check_both(x: np.ndarray, name: str, **options) -> None:
         assert_same(a, b)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", all_or_few(SUPPORTED))
 def test_every_recipe_both_ways(name) -> None:
     dtype = DTYPES[SUPPORTED.index(name) % 3]
     check_both(blocks(dtype, 160, 416), name)

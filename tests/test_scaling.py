@@ -119,3 +119,18 @@ def test_tensor_scales_by_hand(name):
         q = fp4kit.quantize(np.zeros((1, 128), np.float32), name, tensor_amax=np.full(shape, amax, np.float32))
         assert_same_bits(q.tensor_scale, np.full(shape, expected, np.float32), f"tensor_scale of {amax}")
         assert_same_bits(q.tensor_amax, np.full(shape, amax, np.float32))
+
+
+# amax * (encode * 1/6) in float32. Of a tensor amax of 3, encode is 896, and 896 * 1/6 is 149.33333 and a bit more: 0.140625
+# times that is just above 21, a midpoint of E4M3. But 0.140625 * 896 is 126 exactly, a sixth of which is 21 and goes to the
+# even code below.
+PRODUCTS = {0.140625: 91, 0.28125: 99, 0.5625: 107, 1.125: 115, 2.25: 123}
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
+def test_the_order_of_te_s_products(name):
+    """amax * (encode * 1/6), not (amax * encode) * 1/6."""
+    for amax, code in PRODUCTS.items():
+        x = np.zeros((16, 16), np.float32)
+        x[3, 5] = -amax
+        assert set(fp4kit.quantize(x, name, tensor_amax=3.0).block_scale[3]) == {code}

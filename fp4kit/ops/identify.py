@@ -116,7 +116,8 @@ def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe) -> Iterator[np.ndarra
     The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied one, and then
     others that give the same scale by another encode scale.
     """
-    if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or np.isnan(q.tensor_scale).any():
+    nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))  # of x: cannot be given
+    if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or nan:
         yield None
         return
     if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():

@@ -53,13 +53,17 @@ class Patch:
     misaligned: bool = False
     hadamard: bool = False
     tall: bool = False  # more tiles below each other than a band has
+    ragged: bool = False  # square blocks that end below the matrix, rowwise
 
     def __str__(self) -> str:
-        flags = [name for name in ("fake", "misaligned", "hadamard", "tall") if getattr(self, name)]
+        flags = [name for name in ("fake", "misaligned", "hadamard", "tall", "ragged") if getattr(self, name)]
         return "-".join([self.recipe.id, str(self.dtype), self.layout, *flags])
 
     def matrices(self) -> Iterator[np.ndarray]:
         size = self.recipe.block_size
+        if self.ragged:
+            yield from (ordinary(rows, (rows, 2 * size), self.dtype) for rows in (1, 33, 47))
+            return
         if self.tall:
             yield ordinary(9, ((TILE_ROWS << BAND_SHIFT) + TILE_ROWS + size, 192), self.dtype)
             return
@@ -76,6 +80,9 @@ class Patch:
                 yield from self.compare(x, amax)
 
     def compare(self, x: np.ndarray, amax: np.float32 | None) -> Iterator[Result]:
+        if self.ragged:
+            yield from self.compare_rowwise(x, amax)
+            return
         column = fp4kit.quantize(x, self.recipe, axis=0, tensor_amax=amax, scale_layout=self.layout, hadamard=self.hadamard)
         mask = TE_SIGN_MASK if self.hadamard else None
         given, source = device(column.tensor_amax), DeviceArray(x, self.dtype.itemsize * self.misaligned)
@@ -100,6 +107,14 @@ class Patch:
             if columnwise:
                 yield from results("column", sides[1], column)
 
+    def compare_rowwise(self, x: np.ndarray, amax: np.float32 | None) -> Iterator[Result]:
+        """One direction, which needs no whole blocks along the other."""
+        row = fp4kit.quantize(x, self.recipe, tensor_amax=amax, scale_layout=self.layout)
+        made = side(row, self.layout)
+        arrays = Matrix(DeviceArray(x), made.packed, made.scales, None, device(row.tensor_amax), made.tensor_scale)
+        quantize_matrix(arrays, Work(self.recipe, self.dtype, x.shape, self.layout), 0, way("quantize_patch"))
+        yield from results("row", made, row)
+
 
 def patches(recipes: list[Recipe]) -> list[Patch]:
     """A case for each recipe, types and options dealt out among them."""
@@ -111,4 +126,5 @@ def patches(recipes: list[Recipe]) -> list[Patch]:
     found += [Patch(r, BF16, tall=True) for r in recipes if r.id in ("nvfp4-te", "mxfp8-te", "mxfp8-te-2d")]
     found += [Patch(r, BF16, layout, hadamard=True) for r in recipes if r.id == "nvfp4-te" for layout in LAYOUTS]
     found += [Patch(r, d, misaligned=True, hadamard=True) for r in recipes if r.id == "nvfp4-te-reference" for d in (F32, F16)]
+    found += [Patch(r, BF16, ragged=True) for r in square if r.id in ("nvfp4-te-2d", "mxfp8-te-2d")]
     return found + [Patch(r, BF16, "swizzled_128x4") for r in recipes if r.id in ("nvfp4-te", "mxfp8-te-2d", "nvfp4-te-2d")]

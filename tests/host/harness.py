@@ -178,11 +178,14 @@ class DeviceArray:
 
 
 @contextmanager
-def launching_on(function: Callable[[str, str, int], Callable[..., None]]) -> Iterator[None]:
-    """The launchers of fp4kit.cuda take their kernels from `function`(source, kernel, device), and need no CuPy."""
+def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy: Any = None) -> Iterator[None]:
+    """The launchers of fp4kit.cuda take their kernels from `function`(source, kernel, device), and need no CuPy.
+
+    cupy: what stands in for the module; None for as much as launchers take of it, with DeviceArrays.
+    """
     launchers = [importlib.import_module(f"fp4kit.cuda.{m.name}") for m in pkgutil.iter_modules(fp4kit.cuda.__path__)]
     caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
-    fake = SimpleNamespace(zeros=DeviceArray.zeros, empty=DeviceArray.output, asarray=DeviceArray.table)
+    fake = cupy or SimpleNamespace(zeros=DeviceArray.zeros, empty=DeviceArray.output, asarray=DeviceArray.table)
     with ExitStack() as stack:
         for cached in caches:  # they hold functions of another device
             cached.cache_clear()

@@ -21,9 +21,12 @@
 struct Index { unsigned x = 0, y = 0, z = 0; };
 inline Index threadIdx, blockIdx, blockDim, gridDim;
 
+[[noreturn]] void host_stop(const char* message);  // ends the program, or the launch: serve.h, library.h
+
 [[noreturn]] inline void host_fail(const char* message) {
-  std::fprintf(stderr, "host.h: thread %u of block %u: %s\n", threadIdx.x, blockIdx.x, message);
-  std::exit(1);
+  char text[256];
+  std::snprintf(text, sizeof text, "host.h: thread %u of block %u: %s", threadIdx.x, blockIdx.x, message);
+  host_stop(text);
 }
 
 // ---- fibers and barriers ----------------------------------------------------------------------------------------------
@@ -98,6 +101,18 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
 
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+
+// As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than +0.
+inline float host_least(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+inline float host_most(float a, float b) {
+  if (a != a || b != b) return a != a ? b : a;
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+#define fminf host_least
+#define fmaxf host_most
 
 inline void __syncthreads() { host_wait(host_block, blockDim.x); }
 inline int __syncthreads_or(int value) {

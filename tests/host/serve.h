@@ -22,6 +22,14 @@ void launch(const unsigned char* bytes, size_t size, unsigned grid, unsigned thr
   host_launch(kKernel, arguments, grid, threads, descending);
 }
 
+#ifdef HOST_LIBRARY
+#include "library.h"
+#else
+[[noreturn]] inline void host_stop(const char* message) {
+  std::fprintf(stderr, "%s\n", message);
+  std::exit(1);
+}
+
 inline void host_read(void* to, size_t bytes) {
   if (bytes && std::fread(to, 1, bytes, stdin) != bytes) host_fail("the request ends early");
 }
@@ -72,3 +80,4 @@ inline int host_main(int argc, char** argv, const Launch* launches) {
   while (std::fread(&request, sizeof request, 1, stdin) == 1) host_serve(launches, request);
   return 0;
 }
+#endif

@@ -1,0 +1,72 @@
+"""cupy.cuda on the host: two devices of few multiprocessors, streams, memory pools. See cupy_on_host.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from host.device_memory import MemoryPool, Stream, using_allocator, wait
+
+DEVICES = 2
+MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
+
+
+class Device:
+    """cupy.cuda.Device."""
+
+    _current: ClassVar[list[int]] = [0]
+
+    def __init__(self, device: int | None = None) -> None:
+        self.id = self._current[-1] if device is None else int(device)
+        if not 0 <= self.id < DEVICES:
+            raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+
+    def __enter__(self) -> Device:
+        self._current.append(self.id)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._current.pop()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Device) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"<CUDA Device {self.id}>"
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+        wait()
+
+
+class CUDARuntimeError(RuntimeError):
+    """cupy.cuda.runtime.CUDARuntimeError."""
+
+
+class CUDADriverError(RuntimeError):
+    """cupy.cuda.driver.CUDADriverError."""
+
+
+def _properties(device: int) -> dict[str, Any]:
+    return {"multiProcessorCount": MULTIPROCESSORS, "name": b"the host", "major": 9, "minor": 0, "device": device}
+
+
+runtime = SimpleNamespace(
+    getDeviceCount=lambda: DEVICES,
+    getDevice=lambda: Device().id,
+    getDeviceProperties=_properties,
+    memGetInfo=lambda: (1 << 30, 1 << 30),
+    CUDARuntimeError=CUDARuntimeError,
+)
+cuda = SimpleNamespace(
+    Device=Device,
+    MemoryPool=MemoryPool,
+    Stream=Stream,
+    driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+    get_current_stream=Stream,
+    runtime=runtime,
+    using_allocator=using_allocator,
+)

@@ -1,0 +1,174 @@
+"""Memory, streams and graphs of the device that the host plays: see cupy_on_host.py.
+
+An allocation starts at a multiple of 512 bytes, as CuPy's do, is filled with 0xEE and lies between pages that nobody may touch.
+What is left between its bytes and those pages, less than 512 bytes behind it, must stay as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import numpy as np
+
+UNIT = 512  # bytes that allocations begin and end at multiples of
+PAGE = mmap.PAGESIZE
+UNWRITTEN = 0xEE
+_mprotect = ctypes.CDLL(None, use_errno=True).mprotect
+_mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_NO_ACCESS = 0
+_lock = threading.Lock()
+
+
+class Memory:
+    """An allocation of `size` bytes between two guard pages."""
+
+    live: ClassVar[WeakSet[Memory]] = WeakSet()
+
+    def __init__(self, size: int) -> None:
+        room = -(-size // UNIT) * UNIT
+        inner = -(-room // PAGE) * PAGE
+        pages = np.frombuffer(mmap.mmap(-1, inner + 2 * PAGE), np.uint8)
+        for guard in (0, PAGE + inner):
+            assert _mprotect(pages.ctypes.data + guard, PAGE, _NO_ACCESS) == 0
+        pages[PAGE : PAGE + inner].fill(UNWRITTEN)
+        start = PAGE + inner - room
+        self.bytes, self.size = pages[start : start + size], room
+        self._around = pages[PAGE:start], pages[start + size : PAGE + inner]
+        self.ptr = self.bytes.ctypes.data if size else 0
+        with _lock:
+            self.live.add(self)
+        _graph_keeps(self)
+
+    def holds(self, array: np.ndarray) -> bool:
+        """Whether an array lies in this memory."""
+        return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
+
+    def check_around(self) -> None:
+        """Raise AssertionError if something was written before the first byte or behind the last one."""
+        for rest, where in zip(self._around, ("before the start", "behind the end"), strict=True):
+            assert (rest == UNWRITTEN).all(), f"a kernel wrote {where} of an array"
+
+
+def check_around_all() -> None:
+    """Memory.check_around of all that lives."""
+    with _lock:
+        live = list(Memory.live)
+    for memory in live:
+        memory.check_around()
+
+
+class MemoryPool:
+    """cupy.cuda.MemoryPool: counts what it gave."""
+
+    def __init__(self) -> None:
+        self._given: WeakSet[Memory] = WeakSet()
+
+    def malloc(self, size: int) -> Memory:
+        """New memory."""
+        memory = Memory(size)
+        self._given.add(memory)
+        return memory
+
+    def used_bytes(self) -> int:
+        """Bytes of what is still in use."""
+        return sum(memory.size for memory in self._given)
+
+
+_allocators: list[Callable[[int], Memory]] = [Memory]
+
+
+def allocate(size: int) -> Memory:
+    """Memory of the current allocator."""
+    return _allocators[-1](size)
+
+
+@contextmanager
+def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
+    """cupy.cuda.using_allocator."""
+    _allocators.append(allocator)
+    try:
+        yield
+    finally:
+        _allocators.pop()
+
+
+# ---- streams and graphs ---------------------------------------------------------------------------------------------------
+
+
+class Graph:
+    """What a stream captured; memory that was allocated meanwhile is the graph's, as in a pool."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], Any]] = []
+        self.memory: list[Memory] = []
+
+    def launch(self, stream: Any = None) -> None:
+        """Do the work."""
+        for action in self.work:
+            action()
+
+
+_graph: Graph | None = None
+
+
+def on_stream(action: Callable[[], Any]) -> None:
+    """Do what a device does, or keep it for a graph."""
+    if _graph is None:
+        action()
+    else:
+        _graph.work.append(action)
+
+
+def wait() -> None:
+    """What every read by the host does. Raises RuntimeError while a graph is captured, as CUDA does."""
+    if _graph is not None:
+        raise RuntimeError("cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")
+
+
+def is_capturing() -> bool:
+    """Whether work is kept for a graph."""
+    return _graph is not None
+
+
+def _graph_keeps(memory: Memory) -> None:
+    if _graph is not None:
+        _graph.memory.append(memory)
+
+
+class Stream:
+    """cupy.cuda.Stream: all work is done when it is asked for, but for what is captured."""
+
+    ptr = 0
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        self._is_blocking = not non_blocking
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        global _graph
+        _graph = None  # where a capture failed
+
+    def begin_capture(self) -> None:
+        """Keep the work from here on."""
+        global _graph
+        assert _graph is None
+        _graph = Graph()
+
+    def end_capture(self) -> Graph:
+        """The work that was kept."""
+        global _graph
+        graph, _graph = _graph, None
+        assert graph is not None
+        return graph
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+        wait()

@@ -1,0 +1,74 @@
+// A test program as a shared library: it launches kernels in the process that loaded it, on that process's memory. See README.md.
+//
+// An access outside of mapped memory, and one that is not aligned (which a GPU refuses), end the launch with a message.
+#pragma once
+
+#include <csetjmp>
+#include <csignal>
+
+inline const Launch* host_library;
+inline sigjmp_buf host_escape;
+inline char host_message[256];
+
+[[noreturn]] inline void host_stop(const char* message) {
+  std::snprintf(host_message, sizeof host_message, "%s", message);
+  siglongjmp(host_escape, 1);
+}
+
+inline void host_signalled(int signal, siginfo_t* info, void*) {
+  if (signal == SIGILL) host_fail("misaligned address");  // the trap of -fsanitize=alignment
+  char text[128];
+  std::snprintf(text, sizeof text, "address %p is outside of every array (signal %d)", info->si_addr, signal);
+  host_fail(text);
+}
+
+// Catches what a kernel does wrong while it lives; on a stack of its own, since those of fibers are small.
+struct HostSignals {
+  static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  struct sigaction before[4];
+  stack_t stack_before;
+  HostSignals() {
+    static char memory[1 << 16];
+    stack_t stack{};
+    stack.ss_sp = memory;
+    stack.ss_size = sizeof memory;
+    sigaltstack(&stack, &stack_before);
+    struct sigaction action{};
+    action.sa_sigaction = host_signalled;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &action, &before[i]);
+  }
+  ~HostSignals() {
+    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &before[i], nullptr);
+    sigaltstack(&stack_before, nullptr);
+  }
+};
+
+// After a launch that ended early, fibers wait where nobody goes on.
+inline void host_reset() {
+  for (HostFiber& fiber : host_fibers) fiber = {};
+  for (HostBarrier& group : host_groups) group = {};
+  for (HostBarrier& warp : host_warps) warp = {};
+  host_block = {};
+}
+
+// Launches a kernel; null, or why it was stopped.
+extern "C" __attribute__((used, visibility("default"))) const char* host_launch_here(
+    unsigned kernel, const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads) {
+  HostSignals signals;
+  if (sigsetjmp(host_escape, 1)) {
+    host_reset();
+    return host_message;
+  }
+  host_library[kernel](arguments, bytes, grid, threads, false);
+  return nullptr;
+}
+
+// Called once; argv[0]: the table of reciprocals.
+__attribute__((visibility("default"))) int main(int argc, char** argv);
+
+inline int host_main(int, char** argv, const Launch* launches) {
+  host_reciprocal_table = reinterpret_cast<const signed char*>(argv[0]);
+  host_library = launches;
+  return 0;
+}
