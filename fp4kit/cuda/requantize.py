@@ -13,6 +13,7 @@ from fp4kit.cuda.geometry import THREADS, Launch, address, grid
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.cuda.ways import KEPT
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
 _POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
@@ -34,26 +35,16 @@ def _keep_launch(
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
-def keep_codes(
-    source: Any,
-    source_scales: Any,
-    r: Recipe,
-    target: Recipe,
-    dtype: np.dtype,
-    packed: Any,
-    scales: Any,
-    tensor_scale: Any,
-    tensor_amax: Any,
-) -> None:
-    """Overwrite the four arrays of a result with what keeps the codes of the source, if every value can be kept so; else nothing.
+def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
+    """Overwrite the arrays of a result with what keeps the codes of its source, if every value can be kept so; else nothing.
 
-    source, source_scales: contiguous codes and linear E8M0 scales of r, aligned to 8 bytes. dtype: of what was quantized.
+    codes, scales: those of the source, contiguous, linear E8M0 scales of r, aligned to 8 bytes.
     """
     extent = interop.cupy().zeros(3, np.uint32)
-    arrays = (source, source_scales, extent, packed, scales, tensor_scale, tensor_amax)
+    arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     unsigned_zero = r.decode_rule == "e8m0_flashinfer_host"
     for kernel in ("exponents_kernel", "keep_kernel"):
-        launch = _keep_launch(kernel, target, dtype, unsigned_zero, source_scales.size, r.block_size, source.device.id)
+        launch = _keep_launch(kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id)
         launch(*map(address, arrays))
 
 

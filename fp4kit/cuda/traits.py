@@ -11,7 +11,6 @@ from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
 
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
-DECODE_RULES = {"e8m0": "decode_e8m0_rule"}  # the others are decode_<rule>
 
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
@@ -107,4 +106,4 @@ def recipe_struct(
 def _decode_rule(r: Recipe) -> str:
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
-    return DECODE_RULES.get(r.decode_rule, f"decode_{r.decode_rule}")
+    return f"decode_{r.decode_rule}"

@@ -1,9 +1,12 @@
 """Block rules: from the amax of a block to its stored scale and the factor that its elements meet.
 
-A rule is two functions, of the same name in NumPy and CUDA (cuda/kernels/rules/scale.cuh), zero blocks and NaN included:
+A rule of recipes/rules.py is two functions of its name, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh), zero blocks and
+NaN included:
 
-    code(amax, tensor, recipe, dtype)            uint8 bit patterns of the scale format
-    factor(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by (`apply="divide"`)
+    code_<rule>(amax, tensor, recipe, dtype)            uint8 bit patterns of the scale format
+    factor_<rule>(codes, amax, tensor, recipe, dtype)   float32, what elements are multiplied with, or divided by (apply="divide")
+
+A rule without a factor_<rule> of its own has that of its scales: E4M3's is scale * S_dec, E8M0's the inverse.
 
 tensor is the TensorScale above the blocks, dtype that of the elements. All arithmetic is float32 with one rn rounding per
 written operation, unless a rule says that it flushes subnormals (ftz) or rounds to the input dtype.
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import INV6, divide_ftz, multiply_ftz, reciprocal_approx_ftz
 from fp4kit.reference.codec import decode, encode, encode_e8m0, exponent_field
 from fp4kit.reference.scaling import ONE, TensorScale, round_to
@@ -184,12 +187,12 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
     return encode_e8m0(amax / recipe.element.max, "rp")
 
 
-def code_e8m0_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """ceil to a power of two of amax * rcp(max), ftz; rcp = rcp.approx.ftz.f32."""
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 
 
-def factor_e8m0_flashinfer(
+def factor_e8m0_flashinfer_fp4(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
     """2^(127 - code); 0 for code 0, which only products of 0 have under ftz, and from code 254 on, whose 2^-127 is flushed.
@@ -197,6 +200,9 @@ def factor_e8m0_flashinfer(
     FP4 has ex2(127 - code) and asks for a product of 0, FP8 has rcp of the scale: both are this.
     """
     return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
+
+
+code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4, factor_e8m0_flashinfer_fp4
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
@@ -227,22 +233,12 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
     return codes
 
 
-BLOCK_RULES: dict[str, BlockRule] = {
-    "te": BlockRule(code_te, factor_te),
-    "flashinfer": BlockRule(code_flashinfer, factor_flashinfer),
-    "flashinfer_precise": BlockRule(code_flashinfer_precise, factor_flashinfer_precise),
-    "modelopt": BlockRule(code_modelopt, _product),
-    "modelopt_static": BlockRule(code_modelopt_static, _product),
-    "torchao": BlockRule(code_torchao, factor_torchao),
-    "compressed_tensors": BlockRule(code_compressed_tensors, factor_compressed_tensors),
-    "e8m0_floor": BlockRule(code_e8m0_floor, _inverse),
-    "e8m0_ceil": BlockRule(code_e8m0_ceil, _inverse),
-    "e8m0_even": BlockRule(code_e8m0_even, _inverse),
-    "e8m0_rceil": BlockRule(code_e8m0_rceil, _inverse),
-    "e8m0_te": BlockRule(code_e8m0_te, _inverse),
-    "e8m0_te_reference": BlockRule(code_e8m0_te_reference, _inverse),
-    "e8m0_flashinfer_fp4": BlockRule(code_e8m0_flashinfer, factor_e8m0_flashinfer),
-    "e8m0_flashinfer_fp8": BlockRule(code_e8m0_flashinfer, factor_e8m0_flashinfer),
-    "e8m0_modelopt": BlockRule(code_e8m0_modelopt, _inverse),
-    "e8m0_compressed_tensors": BlockRule(code_e8m0_compressed_tensors, _inverse),
-}
+_FACTORS = {"E4M3": _product, "E8M0": _inverse}  # by the scale format: of rules that have none of their own
+
+
+def _rule(name: str, scale: str) -> BlockRule:
+    """The functions of a rule's name."""
+    return BlockRule(globals()[f"code_{name}"], globals().get(f"factor_{name}", _FACTORS[scale]))
+
+
+BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if name != "four_over_six"}

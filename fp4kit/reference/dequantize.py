@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import unpacked
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range
@@ -64,16 +64,7 @@ def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, r
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))
 
 
-DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {
-    "product": decode_product,
-    "te": decode_te,
-    "compressed_tensors": decode_compressed_tensors,
-    "e8m0": decode_e8m0,
-    "e8m0_flashinfer_host": decode_e8m0_flashinfer_host,
-    "e8m0_flashinfer_api": decode_e8m0_flashinfer_api,
-    "e8m0_unbounded": decode_e8m0_unbounded,
-    "int_modelopt": decode_int_modelopt,
-}
+DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{name}"] for name in rules.DECODE_RULES}
 
 
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.block_rules import inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode, encode_e8m0, power_of_two
@@ -170,18 +170,12 @@ def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
 
-FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {
-    "nvfp4_modelopt_triton": nvfp4_modelopt_triton,
-    "nvfp4_modelopt_static": nvfp4_modelopt_static,
-    "nvfp4_modelopt_cuda": nvfp4_modelopt_cuda,
-    "mx_modelopt": mx_modelopt,
-    "int_modelopt": int_modelopt,
-    "int4_qat": int4_qat,
-    "microxcaling_nearest": _microxcaling(_half_away),
-    "microxcaling_nearest_flush": _microxcaling(_half_away, flush=True),
-    "microxcaling_even": _microxcaling(_half_even),
-    "microxcaling_floor": _microxcaling(lambda v, dtype: np.floor(v)),
-}
+microxcaling_nearest = _microxcaling(_half_away)
+microxcaling_nearest_flush = _microxcaling(_half_away, flush=True)
+microxcaling_even = _microxcaling(_half_even)
+microxcaling_floor = _microxcaling(lambda v, dtype: np.floor(v))
+
+FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for name in rules.FAKE_RULES}
 
 
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import FLT_MAX, FLT_MIN
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 
 ONE = np.float32(1)
 Pair = tuple[np.ndarray, np.ndarray]  # encode, decode
@@ -112,16 +112,9 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 
 TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
-    "te": tensor_te,
-    "te_reference": tensor_te_reference,
-    "te_primary_weight": tensor_te_primary_weight,
-    "flashinfer": tensor_flashinfer,
-    "divided": tensor_divided,
-    "compressed_tensors": tensor_compressed_tensors,
-    "fp8_modelopt": tensor_fp8_modelopt,
-    "int_modelopt": tensor_int_modelopt,
-    "int4_qat": tensor_int4_qat,
+    name: globals()[f"tensor_{name}"] for name in rules.TENSOR_RULES
 }
+
 
 def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
     """The recipe's tensor rule applied to tensor_amax (float32, any shape); ones where the recipe has no tensor scale."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 from host.cases import F32, Quantize, Result, device, matrix, way
@@ -216,8 +217,8 @@ class Keep:
         dtypes = dict.fromkeys(shapes, np.uint8) | {"tensor_scale": np.float32, "tensor_amax": np.float32}
         outputs = {part: DeviceArray.output(shape, dtypes[part]) for part, shape in shapes.items()}
         untouched = {part: array.array.copy() for part, array in outputs.items()}
-        source = (DeviceArray(q.packed), DeviceArray(q.block_scale), self.source, self.target, q.dtype)
-        requantize.keep_codes(*source, *outputs.values())
+        result = SimpleNamespace(**outputs, recipe=self.target, dtype=q.dtype)
+        requantize.keep_codes(DeviceArray(q.packed), DeviceArray(q.block_scale), self.source, result)
         kept = keep_codes(q, self.target)
         for part, array in outputs.items():
             yield f"{part} of {name}", array.array, untouched[part] if kept is None else np.asarray(getattr(kept, part))

@@ -34,8 +34,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
         result = replace(quantize(call), dtype=q.dtype)
         if may_keep:
             source = (ready(q.packed), ready(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)))
-            outputs = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
-            kernels.keep_codes(*source, q.recipe, target, q.dtype, *outputs)
+            kernels.keep_codes(*source, q.recipe, result)
         before, after = (np.moveaxis(v, q.axis, -1) for v in (values, dequantize(result, FLOAT32)))
         changed = kernels.count_changed(before, after)
         scales = _layout_changed(result.block_scale, layout, q.scale_layout, result.scale_shape)

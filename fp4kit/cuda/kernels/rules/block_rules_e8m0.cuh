@@ -82,6 +82,6 @@ struct block_e8m0_compressed_tensors : inverse_factor {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const u32 code = rounded_exponent<R>(amax, R::Element::kBits == 6 ? 3 : 1);
-    return round_to<In>(decode_e8m0(code)) == 0.0f ? 127u : code;
+    return round_to<In>(value_of_e8m0(code)) == 0.0f ? 127u : code;
   }
 };

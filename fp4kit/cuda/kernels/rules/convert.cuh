@@ -95,7 +95,7 @@ FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
 }
 
 // 2^(code - 127); 0 is the subnormal 2^-127, 255 is NaN.
-FP4KIT_DEVICE float decode_e8m0(u32 code) {
+FP4KIT_DEVICE float value_of_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 0u ? 0x00400000u : code << 23);
 }
 

@@ -30,11 +30,11 @@ struct decode_compressed_tensors : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
 };
-struct decode_e8m0_rule : decode_product {
+struct decode_e8m0 : decode_product {
   template <class R>
-  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_e8m0(code); }
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return value_of_e8m0(code); }
 };
-struct decode_e8m0_flashinfer_host : decode_e8m0_rule {
+struct decode_e8m0_flashinfer_host : decode_e8m0 {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_product::apply_pair(Bfloat16::add_zero(values), scales); }
 };

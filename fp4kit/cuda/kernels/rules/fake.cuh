@@ -116,7 +116,7 @@ struct fake_mx_modelopt : fake_product {
   FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
     const float block = fminf(amax, kFltMax);
     const u32 code = block == 0.0f ? 127u : encode_e8m0_rp(over_max<typename R::Element>(block));
-    return {inverse_e8m0(code), decode_e8m0(code)};
+    return {inverse_e8m0(code), value_of_e8m0(code)};
   }
 };
 

@@ -40,7 +40,7 @@ struct fake_microxcaling {
     const bool subnormal = positive < kFltMin;
     const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 0x1p64f : positive), subnormal ? 64 : 0);
     const i32 exponent = maximum(shared - R::Element::kEmax, -127);
-    const float decode = round_to<In>(decode_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
+    const float decode = round_to<In>(value_of_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};  // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
   }
