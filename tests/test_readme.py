@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,14 +21,11 @@ def _fence(marker: str, language: str) -> str:
     return found.group(1)
 
 
-def test_example_prints_what_the_readme_says() -> None:
-    code = _fence("example", "python")
-    assert len(code.strip().splitlines()) <= 10
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert run.stdout == _fence("output", "text")
+def test_the_example_is_short() -> None:
+    assert len(_fence("example", "python").strip().splitlines()) <= 10
 
 
-def test_generated_tables_are_current() -> None:
+def test_generated_parts_and_what_the_example_prints_are_current() -> None:
     spec = importlib.util.spec_from_file_location("readme", ROOT / "tools" / "readme.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -46,7 +41,7 @@ def test_commands_are_one_line(name: str) -> None:
 def test_short_enough_and_counts_are_current(golden) -> None:  # type: ignore[no-untyped-def]
     assert len(TEXT.splitlines()) < 200
     compared = sum(check_recipe(name, golden).compared for name in recipes())
-    assert f"{compared} of {compared}\narrays are equal" in TEXT
+    assert re.findall(r"(\d+) of (\d+)\s+arrays are equal", TEXT) == [(str(compared), str(compared))]
 
 
 def test_linked_files_exist() -> None:

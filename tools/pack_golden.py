@@ -1,10 +1,11 @@
-"""Pack a directory of original golden files into fp4kit/evidence/recorded/golden.npz.
+"""Pack recorded outputs of producers into fp4kit/evidence/recorded/golden.npz.
 
-    python tools/pack_golden.py SRC DST
+    python tools/pack_golden.py SRC... DST
 
-SRC holds the producers' `<file>.npz` and `inputs.npz`; DST is the directory that gets `golden.npz`. The format is
-described in fp4kit/evidence/golden.py. The same files give the same bytes, with the same version of liblzma. The result is read
-back and compared before the program ends.
+Each SRC is a directory of `<file>.npz` (a producer's outputs; `inputs.npz`: what they were computed from) or one that has been
+packed: to add arrays, name fp4kit/evidence/recorded, a directory of the new ones, and fp4kit/evidence/recorded again. DST is the
+directory that gets `golden.npz`. The format is described in fp4kit/evidence/golden.py. The same files give the same bytes, with
+the same version of liblzma. The result is read back and compared before the program ends.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ def source_arrays(source: GoldenSet) -> dict[tuple[str, str], np.ndarray]:
     """{(file, key): array}, in the order of the files."""
     names = [name for name in ("inputs", *source.files()) if name not in EXCLUDED]
     return {(name, key): source.get(name, key) for name in names for key in source.keys(name)}
+
+
+def merged(sources: list[GoldenSet]) -> dict[tuple[str, str], np.ndarray]:
+    """source_arrays of several sets. Raises ValueError for two arrays of one name that differ."""
+    found: dict[tuple[str, str], np.ndarray] = {}
+    for source in sources:
+        for place, array in source_arrays(source).items():
+            if place in found and content(found[place]) != content(array):
+                raise ValueError(f"pack_golden: {'/'.join(place)} of {source.path} is another one before; give it another name")
+            found[place] = array
+    return found
 
 
 def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
@@ -95,10 +107,10 @@ def verify(source: dict[tuple[str, str], np.ndarray], packed: GoldenSet) -> None
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("src", type=Path)
+    parser.add_argument("src", type=Path, nargs="+")
     parser.add_argument("dst", type=Path)
     arguments = parser.parse_args()
-    source = source_arrays(GoldenSet.open(arguments.src))
+    source = merged([GoldenSet.open(path) for path in arguments.src])
     members = pack(source)
     arguments.dst.mkdir(parents=True, exist_ok=True)
     target = arguments.dst / PACKED_NAME

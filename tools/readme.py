@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,8 +51,17 @@ def performance() -> str:
 PARTS = {"recipes": recipes, "agreement": agreement, "performance": performance}
 
 
+def with_output(text: str) -> str:
+    """Text whose fence after `<!-- output -->` holds what the one after `<!-- example -->` prints."""
+    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
+    if example is None:
+        return text
+    run = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=True, cwd=ROOT)
+    return re.sub(r"(<!-- output -->\n```text\n).*?(```)", lambda match: match[1] + run.stdout + match[2], text, flags=re.DOTALL)
+
+
 def rewritten(text: str) -> str:
-    """Text with each part between `<!-- generated: NAME -->` and `<!-- end -->` as the code, or the record, gives it.
+    """Text with the example's output, and each part between `<!-- generated: NAME -->` and `<!-- end -->`, as the code gives it.
 
     Raises ValueError for a name that is not one of PARTS, and for a part that is there twice.
     """
@@ -59,6 +69,7 @@ def rewritten(text: str) -> str:
     wrong = {name for name in names if name not in PARTS or names.count(name) > 1}
     if wrong:
         raise ValueError(f"README.md: generated parts {sorted(wrong)}; needs {', '.join(PARTS)}, each at most once")
+    text = with_output(text)
     for name in names:
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         body = PARTS[name]()
