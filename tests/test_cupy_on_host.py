@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from host import cupy_on_host as cupy
-from host.device_memory import UNIT, UNWRITTEN, check_around_all
+from host.device_memory import PAGE, UNIT, UNWRITTEN, check_around_all
 from inputs import BF16, ordinary
 
 import fp4kit
@@ -73,7 +73,7 @@ def amax_of(ptr: int, count: int, whole: bool = True) -> float:
 
 def test_a_kernel_that_reads_outside_of_an_array_is_stopped():
     x = cupy.ones(UNIT // 4, np.float32)
-    for ptr, count in ((x.data.ptr, x.size + 1), (x.data.ptr - 8192, 4), (0, 4)):
+    for ptr, count in ((x.data.ptr, x.size + 1), (x.data.ptr - PAGE, 4), (0, 4)):
         with pytest.raises(AssertionError, match="is outside of every array"):
             amax_of(ptr, count, False)
         assert amax_of(x.data.ptr, x.size) == 1
