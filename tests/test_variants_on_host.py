@@ -38,9 +38,9 @@ TRANSFORMED = [
 TRANSFORMED += [Quantize(RECIPES["fp8-modelopt"], BF16, rounding="seed", hadamard="no_signs")]
 TRANSFORMED += [GroupedQuantize(Quantize(RECIPES["int4-modelopt-channel"], BF16, hadamard=True, misaligned=True))]
 
+OF_TIES = ("mxfp8-compressed-tensors", "mxfp4-compressed-tensors", "mxfp4-flashinfer", "mxfp8-te")
 TIES_TOWARD_ZERO = [  # of elements that were rounded to the type of the input, or flushed, before; and of others
-    Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d)
-    for id, d in (("mxfp8-compressed-tensors", BF16), ("mxfp4-compressed-tensors", F16), ("mxfp4-flashinfer", BF16), ("mxfp8-te", F16))
+    Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d) for id, d in zip(OF_TIES, (BF16, F16) * 2, strict=True)
 ]
 SATURATED = [Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))]
 
