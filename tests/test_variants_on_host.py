@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from host.cases import F16, F32, Dequantize, Guards, Quantize
 from host.cases_fake import Fake
@@ -36,6 +38,10 @@ TRANSFORMED = [
 TRANSFORMED += [Quantize(RECIPES["fp8-modelopt"], BF16, rounding="seed", hadamard="no_signs")]
 TRANSFORMED += [GroupedQuantize(Quantize(RECIPES["int4-modelopt-channel"], BF16, hadamard=True, misaligned=True))]
 
+OF_TIES = ("mxfp8-compressed-tensors", "mxfp4-compressed-tensors", "mxfp4-flashinfer", "mxfp8-te")
+TIES_TOWARD_ZERO = [  # of elements that were rounded to the type of the input, or flushed, before; and of others
+    Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d) for id, d in zip(OF_TIES, (BF16, F16) * 2, strict=True)
+]
 SATURATED = [Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))]
 
 ROWS = [
@@ -101,6 +107,11 @@ def test_blocks_of_other_heights(host, case):
 
 @pytest.mark.parametrize("case", TRANSFORMED, ids=str)
 def test_rows_without_blocks_are_transformed(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", TIES_TOWARD_ZERO, ids=str)
+def test_ties_toward_zero(host, case):
     host.check(case)
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+import pytest
 from host.cuda_on_host import Device, cuda
 from host.device_memory import Memory, allocate, is_capturing, on_stream, wait
 
@@ -310,5 +310,6 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 @contextmanager
 def installed() -> Iterator[None]:
     """This module is what `import cupy` gives."""
-    with patch.dict(sys.modules, {"cupy": sys.modules[__name__]}):
+    with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which forgets what is imported meanwhile
+        patch.setitem(sys.modules, "cupy", sys.modules[__name__])
         yield
