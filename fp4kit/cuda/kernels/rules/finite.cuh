@@ -68,6 +68,13 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
+// The same of what scaled_finite makes of x: the fma of a quotient makes 0 of -0.
+template <class R>
+FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
+  if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
+  return with_code_sign<R>(y);
+}
+
 // The same of a pair of 16-bit elements, whose signs are their products' too.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
@@ -124,7 +131,7 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
   } else {
     float y[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign<R>(scaled_finite<R, In>(element(run, i), f));
+    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i) words[i] = encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits);
   }
@@ -197,6 +204,6 @@ FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, float scale,
   for (int i = 0; i < kRun; ++i) {
     const float y = scaled_finite<R, In>(element(run, i), f);
     const float value = round_magnitude<typename R::Element>(magnitude_of(y));
-    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign<R>(y)) & 0x80000000u)), scale);
+    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign_of<R>(y, element(run, i))) & 0x80000000u)), scale);
   }
 }
