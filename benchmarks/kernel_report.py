@@ -16,19 +16,19 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.cuda import loader, nvrtc, pack_codes, swizzle, transpose
 from fp4kit.cuda.geometry import THREADS
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.cuda.ways import Work, way_of
+from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.hadamard import TE_SIGN_MASK
 
-F32, F16, BF16 = (np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+F32, F16, BF16 = FLOATS
 REPORT = re.compile(
     r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
     r"ptxas info\s+: Used (\d+) registers(?:.*?(\d+) bytes smem)?"

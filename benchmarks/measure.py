@@ -36,15 +36,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from rows import Row, Time, Traffic, formula, traffic_bytes
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import FLOATS
 from fp4kit.layouts import unswizzle_scales
 
-F32, F16, BF16 = (np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
+F32, F16, BF16 = FLOATS
 SIZE = 16384
 REPEAT = 15
 CALLS = 10  # launches between two events, so that the launch of one hides behind the kernel of the one before

@@ -10,12 +10,24 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
 
+FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # of what is quantized, and of values
 FLT_MAX = np.finfo(np.float32).max
 FLT_MIN = np.finfo(np.float32).tiny  # smallest normal
+
+
+def unsigned(dtype: np.dtype) -> np.dtype:
+    """The unsigned integers of a dtype's width, which hold its bit patterns."""
+    return np.dtype(f"u{dtype.itemsize}")
+
+
+def bit_patterns(x: np.ndarray) -> np.ndarray:
+    """The bits of numbers as unsigned integers: an array of x's shape, and a view of x where that is contiguous."""
+    return np.ascontiguousarray(x).view(unsigned(x.dtype)).reshape(x.shape)
 
 
 class Packing(NamedTuple):

@@ -9,14 +9,13 @@ from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, NoReturn
 
-import ml_dtypes
 import numpy as np
 
+from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
-_DTYPES = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -57,7 +56,7 @@ class Quantized:
             put(self, "recipe", find_recipe(self.recipe))
         put(self, "shape", _as_shape(self.shape))
         put(self, "dtype", np.dtype(self.dtype))
-        if self.dtype not in _DTYPES:
+        if self.dtype not in FLOATS:
             raise TypeError(f"Quantized: dtype is {self.dtype}; needs float32, float16 or bfloat16, the dtype of x")
         axis, packed, scales, covered = _wanted(self.shape, operator.index(self.axis), self.recipe, self.scale_layout)
         put(self, "axis", axis)

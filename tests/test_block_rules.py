@@ -20,9 +20,8 @@ F32 = np.dtype(np.float32)
 
 
 def test_rules_have_one_name_in_numpy_and_cuda():
-    files = {"block": "block_rules.cuh", "tensor": "scale.cuh"}
-    texts = {kind: loader.files(loader.SOURCES)[name].read_text() for kind, name in files.items()}
-    structs = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind, text in texts.items()}
+    text = "".join(loader.include_closure(("block.cuh",)).values())
+    structs = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind in ("block", "tensor")}
     assert structs == {"block": {*BLOCK_RULES, "none"}, "tensor": {*TENSOR_RULES, "none"}}
 
 

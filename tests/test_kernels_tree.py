@@ -6,10 +6,21 @@ from pathlib import Path
 import pytest
 
 from fp4kit.cuda import loader
+from fp4kit.cuda.geometry import THREADS
 
 FILES = sorted(loader.files(loader.SOURCES).values())
 README = (loader.SOURCES / "README.md").read_text()
 BELOW = {"entries": {"entries", "ways", "rules"}, "ways": {"ways", "rules"}, "rules": {"rules"}}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
+def test_headers_are_short(path: Path):
+    assert len(path.read_text().splitlines()) <= 200
+
+
+def test_threads_of_a_block_are_those_that_launchers_count():
+    texts = "\n".join(path.read_text() for path in FILES)
+    assert re.findall(r"^constexpr int kThreads\b[^;]*", texts, re.MULTILINE) == [f"constexpr int kThreads = {THREADS}"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -141,4 +141,4 @@ def test_other_element_formats(host, case):
 
 def test_another_order_of_te_is_seen(host, tmp_path):
     case, text = TeProduct(RECIPES["nvfp4-te"], F32), "amax * (t.encode * kInv6)"
-    host.check_mutation(tmp_path, "block_rules.cuh", text, "(amax * t.encode) * kInv6", case, "scales: 12 of 12 differ")
+    host.check_mutation(tmp_path, "block_rules_e4m3.cuh", text, "(amax * t.encode) * kInv6", case, "scales: 12 of 12 differ")

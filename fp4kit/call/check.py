@@ -5,13 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from fp4kit.formats import FLOATS
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
-
-FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 
 
 def check_float(op: str, x: np.ndarray, name: str = "x") -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS, Row
-from fp4kit.formats import E8M0
+from fp4kit.formats import E8M0, bit_patterns
 from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
@@ -272,8 +272,7 @@ def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)
-    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[ours.dtype.itemsize]
-    bits = np.ascontiguousarray(ours).view(unsigned) != np.ascontiguousarray(recorded).view(unsigned)
+    bits = bit_patterns(ours) != bit_patterns(recorded)
     if ours.dtype == np.uint8:
         return bits
     return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))

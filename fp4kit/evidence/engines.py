@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.formats import bit_patterns
 from fp4kit.quantized import Quantized
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
 FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
-UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Outcome(NamedTuple):
@@ -94,8 +94,7 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")
-    unsigned = UNSIGNED[expected.dtype.itemsize]
-    a, b = (np.ascontiguousarray(v).view(unsigned).reshape(v.shape) for v in (found, expected))
+    a, b = bit_patterns(found), bit_patterns(expected)
     differ = a != b
     if expected.dtype.itemsize > 1 and differ.any():
         with np.errstate(all="ignore"):

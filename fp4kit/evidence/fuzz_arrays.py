@@ -14,8 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import interop
-from fp4kit.evidence.engines import PARTS, UNSIGNED
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8
+from fp4kit.evidence.engines import PARTS
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, unsigned
 from fp4kit.quantized import Quantized
 
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
@@ -97,7 +97,7 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
     """An array of zeros but for the bit patterns at some flat indices; or of the bytes that a string of hexadecimals names."""
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
-    bits = np.zeros(prod(shape), UNSIGNED[DTYPES[dtype].itemsize])
+    bits = np.zeros(prod(shape), unsigned(DTYPES[dtype]))
     bits[list(nonzero)] = list(nonzero.values())
     return bits.view(DTYPES[dtype]).reshape(shape)
 
@@ -121,7 +121,7 @@ def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 def _bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Every bit pattern is as likely as any other."""
-    return rng.integers(0, 1 << 8 * dtype.itemsize, shape, UNSIGNED[dtype.itemsize]).view(dtype)
+    return rng.integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
 
 
 def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -146,7 +146,7 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Subnormals and the smallest normal values, of both signs."""
-    bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(UNSIGNED[dtype.itemsize])
+    bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(unsigned(dtype))
     return np.where(rng.random(shape) < 0.5, bits.view(dtype), -bits.view(dtype))
 
 

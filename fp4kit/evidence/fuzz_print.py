@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.engines import UNSIGNED, Engine
+from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.fuzz_arrays import Array
 from fp4kit.evidence.fuzz_cases import Case
 from fp4kit.evidence.fuzz_check import Verdict, written_names
 from fp4kit.evidence.fuzz_programs import program
 from fp4kit.evidence.fuzz_recipes import Variant
 from fp4kit.evidence.fuzz_statements import Call, Dtype, Make, Ref, Same, Statement
-from fp4kit.formats import ELEMENT_FORMATS, ElementFormat
+from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 
 LISTED = 64  # non-zero elements that are written out
 _UNCOMPARED = ("guarded", "fp4kit.GroupedPlan", "fp4kit.Shard", "SingleProcess")  # functions that give no numbers
@@ -115,7 +115,7 @@ def _values(a: Array) -> str:
     """The call that gives an array's elements."""
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
-    bits = np.frombuffer(a.bits, UNSIGNED[a.values().itemsize])
+    bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
     (nonzero,) = np.nonzero(bits)
     if len(nonzero) > LISTED:
         return f"given({a.dtype!r}, {a.shape}, {a.bits.hex()!r})"

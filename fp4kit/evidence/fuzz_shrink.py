@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fp4kit.evidence.engines import UNSIGNED, Engine
+from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.fuzz_arrays import DTYPES, Array, View
 from fp4kit.evidence.fuzz_cases import Case, Options
 from fp4kit.evidence.fuzz_check import Verdict, check
+from fp4kit.formats import bit_patterns
 
 T = TypeVar("T")
 FEW = 24  # elements that are made simple one by one
@@ -135,7 +136,7 @@ def _fewer_axes(case: Case) -> Iterator[Case]:
 def _simpler_values(a: Array) -> Iterator[Array]:
     """More zeros; of few values, some that are 1."""
     values = a.values()
-    bits = np.ascontiguousarray(values).view(UNSIGNED[values.itemsize]).reshape(-1)
+    bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
     size = len(nonzero)
     while size:

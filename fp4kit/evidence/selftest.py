@@ -18,12 +18,13 @@ import numpy as np
 
 from fp4kit.evidence import fuzz
 from fp4kit.evidence.check import Operations, check_row
-from fp4kit.evidence.engines import UNSIGNED, Engine, Outcome, attempt, compare
+from fp4kit.evidence.engines import Engine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz_cases import Pool
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.sweep import SWEEPS, Sweep, differences
 from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.formats import FLOATS, unsigned
 from fp4kit.ops.amax import amax
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
@@ -31,7 +32,6 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
-FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))
 BF16 = FLOATS[2]
 QUICK = (
     "nvfp4-te",
@@ -80,8 +80,7 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
     """Every bit pattern is as likely as any other; finite: infinities and NaN become zeros."""
-    unsigned = UNSIGNED[dtype.itemsize]
-    x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned).view(dtype)
+    x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
 

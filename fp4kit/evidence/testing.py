@@ -8,10 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1
+from fp4kit.formats import E2M1, bit_patterns
 from fp4kit.quantized import Quantized
-
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
@@ -28,8 +26,7 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
         return
     a, b = np.asarray(actual), np.asarray(expected)
     assert a.shape == b.shape and a.dtype == b.dtype, f"{name}: {a.dtype} {a.shape} and {b.dtype} {b.shape}"
-    unsigned = _UNSIGNED[a.dtype.itemsize]
-    x, y = (np.ascontiguousarray(v).view(unsigned).reshape(v.shape) for v in (a, b))
+    x, y = bit_patterns(a), bit_patterns(b)
     differ = x != y
     if differ.any():
         at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), x.shape))

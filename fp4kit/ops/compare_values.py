@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.formats import bit_patterns
+
 BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes an element, stay in the second cache
 Box = tuple[slice, ...]
 First = tuple[tuple[int, ...], float, float]  # coordinate and both values
-_UNSIGNED = {4: np.uint32, 8: np.uint64}
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
@@ -66,8 +67,7 @@ class Differences:
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
         """Add a box of float32 or float64 values, and return True; False, and nothing added, if all are the same."""
-        unsigned = _UNSIGNED[x.dtype.itemsize]
-        differ = x.view(unsigned) != y.view(unsigned)
+        differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
             differ &= ~(np.isnan(x) & np.isnan(y))
         count = int(np.count_nonzero(differ))
@@ -112,8 +112,7 @@ def ordered(x: np.ndarray) -> np.ndarray:
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """How many steps lie between two floats: unsigned integers, since more lie between the ends than the signed ones count."""
     a, b = ordered(x), ordered(y)
-    unsigned = _UNSIGNED[x.dtype.itemsize]
-    return np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
+    return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
 
 Reader = Callable[[Box], Any]  # the values of a box

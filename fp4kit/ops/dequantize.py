@@ -9,6 +9,7 @@ import numpy as np
 from fp4kit.call import check
 from fp4kit.call.outputs import check_values_out
 from fp4kit.cuda import prepared
+from fp4kit.formats import FLOATS
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 
@@ -34,7 +35,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         return repeat(q, out)
     check.check_quantized("dequantize", q)
     wanted = np.dtype(q.dtype if dtype is None else dtype)
-    if wanted not in check.FLOATS:
+    if wanted not in FLOATS:
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)

@@ -4,7 +4,7 @@
 // Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
 #include "amax.cuh"
 
-constexpr int kThreads = 256, kRun = 16;
+constexpr int kRun = 16;
 constexpr int kShort = 1024;  // elements of a row that a thread block would share too thinly
 constexpr u32 kWarp = 32, kAtOnce = 4;
 

@@ -4,7 +4,7 @@
 // side by side, 16 bytes each where kAligned, else one element; the other threads take the next rows. Magnitudes compare as bits.
 #include "memory.cuh"
 
-constexpr int kThreads = 256, kWidth = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
+constexpr int kWidth = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns of a thread
 
 struct Arguments {
   const void* x;  // matrices x rows x columns elements, contiguous

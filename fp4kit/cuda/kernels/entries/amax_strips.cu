@@ -4,7 +4,7 @@
 #include "amax.cuh"
 
 using Bits = Input::Bits;
-constexpr int kThreads = 256, kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a thread
+constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a thread
 
 struct Arguments {
   const void* x;  // rows x columns elements, contiguous

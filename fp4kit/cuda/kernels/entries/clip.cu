@@ -1,8 +1,6 @@
 // fake_quantize_backward with a clip mask: grad where |x| <= amax, else +0. amax is compared in float32; NaN passes nothing.
 #include "memory.cuh"
 
-constexpr int kThreads = 256;
-
 // Elements of a run: 16 bytes of the wider type, so that a warp reads and writes whole lines of it.
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;

@@ -8,8 +8,6 @@
 #include "layout.cuh"
 #include "pack.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const u8* packed;
   const u8* scales;          // in R's layout (null without)

@@ -18,4 +18,4 @@ FP4KIT_DEVICE void imply_amaxes(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(256) implied_kernel(Arguments a) { imply_amaxes<R, Input>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) implied_kernel(Arguments a) { imply_amaxes<R, Input>(a, whole_grid()); }

@@ -1,7 +1,7 @@
 // pack and unpack: 4-bit codes between one a byte and two a byte, the even one in the low nibble.
 #include "memory.cuh"
 
-constexpr int kThreads = 256, kInFlight = 4;
+constexpr int kInFlight = 4;
 
 struct Arguments {
   const u8* in;

@@ -3,8 +3,6 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at

@@ -3,8 +3,6 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const void* values;    // elements [start, end) of the flattened matrix
   u8* packed;            // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i

@@ -3,8 +3,6 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const u8* from;       // run i of the matrix is at place from_at + i
   u8* to;               // and goes to place to_at + i

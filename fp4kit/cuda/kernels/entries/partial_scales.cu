@@ -3,8 +3,6 @@
 #include "block.cuh"
 #include "grouped.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const float* block_amax;   // at block_at
   const float* tensor_amax;  // at tensor_at (null without a tensor scale)

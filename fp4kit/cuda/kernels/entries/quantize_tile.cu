@@ -3,6 +3,6 @@
 
 constexpr int kTilesPerMultiprocessor = R::kBlock > 16 ? 2 : 4;  // as many as spill no registers
 
-extern "C" __global__ void __launch_bounds__(kTileThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
   quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

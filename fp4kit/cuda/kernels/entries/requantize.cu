@@ -4,8 +4,6 @@
 // fit, and if so overwrites codes, scales and tensor scale of a result that is right where they do not.
 #include "block.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const u8* source;         // packed codes of the source, two a byte, aligned to 8 bytes
   const u8* source_scales;  // one for source_block codes

@@ -1,8 +1,6 @@
 // How many float32 values two arrays do not share: other bits, unless both are NaN.
 #include "types.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const u32* x;
   const u32* y;

@@ -5,8 +5,6 @@
 #include "layout.cuh"
 #include "memory.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const u8* in;
   u8* out;

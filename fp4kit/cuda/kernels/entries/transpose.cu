@@ -8,7 +8,7 @@
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
 template <class S>
 constexpr bool kApart = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;  // scales do not go with the tiles
-constexpr int kThreads = 256, kResident = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
+constexpr int kResident = kLinear ? 3 : 4;  // thread blocks of a multiprocessor: 5 would spill registers
 
 struct Arguments {
   const u8 *codes, *scales;

@@ -1,7 +1,8 @@
 // One block in registers: its amax, the scaling of its elements, their codes and values. What R::kX means: see Recipe.
 #pragma once
 
-#include "block_rules.cuh"
+#include "block_rules_e4m3.cuh"
+#include "block_rules_e8m0.cuh"
 #include "decode.cuh"
 #include "random.cuh"
 

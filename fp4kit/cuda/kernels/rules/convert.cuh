@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ptx.cuh"
+#include "ptx_pairs.cuh"
 
 enum class Rounding { rn, rz, rnz };
 enum class Sign { signbit, negative, not_positive };

@@ -1,5 +1,4 @@
 // Blocks of finite elements, encoded the short way: no element of theirs becomes NaN, so every rule for NaN gives the same.
-//
 // A block takes this way if its largest magnitude and its factor are finite and the factor is in a range where no step underflows
 // or overflows unseen (takes_short_way); the exact way (exact.cuh) is right for every block, and slower.
 #pragma once

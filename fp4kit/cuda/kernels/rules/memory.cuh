@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.cuh"
+#include "ptx_memory.cuh"
 
 struct alignas(16) Chunk { u32 w[4]; };
 struct alignas(8) HalfChunk { u32 w[2]; };

@@ -14,6 +14,19 @@ struct TensorScale {
 template <class R>
 FP4KIT_DEVICE float full_range() { return max_of<typename R::Element>() * static_cast<float>(R::kScaleMax); }
 
+// ---- codes of block scales -------------------------------------------------------------------------------------------
+
+template <class R>
+FP4KIT_DEVICE u32 encode_scale(float x) {
+#if FP4KIT_HAS_CVT_FP8
+  if constexpr (R::Scale::kIsE4m3) return cvt_rn_satfinite_e4m3x2(0.0f, x) & 0xFFu;
+#endif
+  return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
+}
+
+template <class R>
+FP4KIT_DEVICE float decode_scale(u32 code) { return decode<typename R::Scale>(code); }
+
 // ---- tensor rules -----------------------------------------------------------------------------------------------------
 
 struct tensor_none {

@@ -12,6 +12,7 @@ using i64 = long long;
 #define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
+constexpr int kThreads = 256;  // of a thread block, unless a kernel has its own: THREADS of geometry.py
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
 constexpr u32 kInfinityBits = 0x7F800000u;

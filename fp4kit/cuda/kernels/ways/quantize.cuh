@@ -5,8 +5,6 @@
 #include "hadamard.cuh"
 #include "layout.cuh"
 
-constexpr int kThreads = 256;
-
 struct Arguments {
   const void* x;             // rows x columns elements, contiguous
   u8* packed;                // codes (null for fake_quantize)

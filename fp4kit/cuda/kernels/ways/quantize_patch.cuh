@@ -1,5 +1,5 @@
-// Tiles of a matrix, a thread block each, and patches of a tile, a thread each: where they lie, blocks that are not finite, and the
-// staging of codes and scales along columns.
+// Tiles of a matrix, a thread block each, and patches of a tile, a thread each: where they lie, and blocks
+// that are not finite.
 #pragma once
 
 #include "quantize.cuh"
@@ -36,23 +36,6 @@ struct Patches {
   // 16 do not.
   static constexpr int kTileBytes = kTileRows * kColumns * sizeof(typename In::Bits), kCodeBytes = kTileRows * kColumns * kBits / 8;
   static constexpr bool kKeeps = !kSquare && kTileBytes + kCodeBytes < 48 * 1024;
-};
-
-// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in the first cache, where
-// rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and 0.75 from here (H200, 2026-11-21).
-template <class P>
-struct Kept {
-  static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
-  Chunk rows[P::kKeeps ? kTileRows : 1][kRowChunks];
-
-  // Where a chunk of a row lies: lanes that read runs of 2 or 4 chunks each do not meet in a bank.
-  FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
-};
-
-template <class P>
-struct Staging {
-  alignas(16) u32 words[P::kColumnWords][P::kColumns];
-  alignas(16) u8 scales[P::kBlocks][P::kColumns];
 };
 
 // A tile: where its first element is.
@@ -124,61 +107,6 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const Spot& s, Run<In, P:
     x[i] = read_run<In, P::kSpan, kAligned>(from);
     from += opaque(!P::kSquare || s.row + i < last ? static_cast<u32>(a.columns) : 0u);
   }
-}
-
-// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other, and lanes that read
-// the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay together.
-template <class P>
-FP4KIT_DEVICE int staged_column(int quad, int column) {
-  const int moved = column ^ (32 / P::kQuads * quad);
-  return P::kSpan == 8 ? moved ^ (column >> 3 & 4) : moved;
-}
-
-// The words of a column j of a patch -> the staging: a rare case.
-template <class P>
-FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
-#pragma unroll
-  for (int w = 0; w < P::kWords; ++w) {
-    const int row = s.tile_row / P::kPerWord + w;
-    staging.words[row][staged_column<P>(row / 4, s.tile_column + j)] = words[w];
-  }
-}
-
-// Word w of each column of a patch -> the staging.
-template <class P>
-FP4KIT_DEVICE void stage_words(Staging<P>& staging, const Spot& s, int w, const u32 (&words)[P::kSpan]) {
-  const int row = s.tile_row / P::kPerWord + w;
-  if constexpr (P::kSpan <= 4) {
-    store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column)], words);
-  } else {
-#pragma unroll
-    for (int j = 0; j < P::kSpan; j += 4) {
-      const u32 four[4] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
-      store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column + j)], four);
-    }
-  }
-}
-
-// A patch of 16 rows of 8 bytes -> the kept elements.
-template <class In, class P>
-FP4KIT_DEVICE void keep_patch(Kept<P>& kept, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh]) {
-  const int half = s.tile_column / P::kSpan;
-#pragma unroll
-  for (int i = 0; i < P::kHigh; ++i) store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
-}
-
-// The run of 16 elements from `column` on of a row.
-template <class In, class P>
-FP4KIT_DEVICE Run<In, 16> kept_run(const Kept<P>& kept, int row, int column) {
-  constexpr int kChunks = sizeof(typename In::Bits);
-  Run<In, 16> run;
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    const Chunk chunk = kept.rows[row][kept.place(row, column / 16 * kChunks + i)];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) run.w[4 * i + j] = chunk.w[j];
-  }
-  return run;
 }
 
 // Largest over the lanes whose numbers differ in the bits from `first` up to `end`.

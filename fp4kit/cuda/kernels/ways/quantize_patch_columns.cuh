@@ -1,9 +1,9 @@
-// Blocks in a column, from patches of 16 rows of 8 bytes into the staging, and what is staged to memory.
+// Blocks in a column, from patches of 16 rows of 8 bytes into the staging.
 #pragma once
 
 #include "finite_columns.cuh"
 #include "hadamard.cuh"
-#include "quantize_patch.cuh"
+#include "quantize_patch_staging.cuh"
 #include "square.cuh"
 
 // The largest magnitude of each column of a patch, and of the patches of its block above and below, as float32 bits.
@@ -151,68 +151,5 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, const Spot& s, Run<
     const u32 code = encode_any_column<R, In, P>(first_element<In>(a, s) + j, s.row % R::kBlock, a.columns, t, table, column);
     stage_column<P>(staging, s, j, column);
     if (s.tile_row % R::kBlock == 0) scales[j] = static_cast<u8>(code);
-  }
-}
-
-// A tile's codes along columns from the staging to memory, 16 bytes at a time where columns begin at multiples of that.
-template <class P>
-FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
-  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // of a column
-#pragma unroll
-  for (int start = 0; start < P::kColumns / 2 * P::kQuads; start += kThreads) {
-    const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
-    const i32 row = tile.row + quad * 4 * P::kPerWord, column = tile.column + tile_column;
-    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows)) continue;
-    u32 words[2][4];
-    const u32* staged = &staging.words[4 * quad][staged_column<P>(quad, tile_column)];
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      const HalfChunk two = *reinterpret_cast<const HalfChunk*>(staged + w * P::kColumns);
-      words[0][w] = two.w[0];
-      words[1][w] = two.w[1];
-    }
-    u8* out = advanced(a.column_packed, bytes, column) + row / 8 * P::kBits;
-#pragma unroll
-    for (int j = 0; j < 2; ++j, out += bytes) {
-      if (column + j >= static_cast<i32>(a.columns)) continue;
-      if (bytes % 16 == 0) {
-        store_words(out, words[j]);
-      } else {
-#pragma unroll
-        for (int w = 0; w < 4; ++w)
-          if (row + w * P::kPerWord < static_cast<i32>(a.rows)) reinterpret_cast<u32*>(out)[w] = words[j][w];
-      }
-    }
-  }
-}
-
-// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they are together.
-template <class R, class P>
-FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
-  constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kBlocks : 4, kFours = P::kColumns / 4;
-  if (threadIdx.x >= kFours * P::kBlocks / kCount) return;
-  const int four = threadIdx.x % kFours, tile_block = threadIdx.x / kFours * kCount;
-  const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block, blocks = static_cast<u32>(a.rows) / R::kBlock;
-  const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
-  u32 codes[4][kCount / 4];  // of a column's blocks
-#pragma unroll
-  for (int part = 0; part < kCount / 4; ++part) {
-    u32 square[4];  // of a block's four columns, then of a column's four blocks
-#pragma unroll
-    for (int i = 0; i < 4; ++i) square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];
-    transpose_square(square);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) codes[j][part] = square[j];
-  }
-#pragma unroll
-  for (u32 j = 0; j < 4; ++j) {
-    if (column + j >= static_cast<u32>(a.columns)) return;
-    if (whole) {
-      store_words(a.column_scales + scale_offset<R::kLayout, u32>(column + j, block, blocks), codes[j]);
-    } else {
-#pragma unroll 1
-      for (u32 i = 0; i < kCount && block + i < blocks; ++i)
-        a.column_scales[scale_offset<R::kLayout, u32>(column + j, block + i, blocks)] = staging.scales[tile_block + i][4 * four + j];
-    }
   }
 }

@@ -2,7 +2,7 @@
 // columns.
 #pragma once
 
-#include "quantize_patch.cuh"
+#include "quantize_patch_staging.cuh"
 #include "square.cuh"
 
 // Where the codes of a patch's first row go.

@@ -43,7 +43,7 @@ struct CodeMatrix {
 // A tile and its transpose, by 256 threads; lines in chunks of 16 bytes.
 template <int kBits>
 struct CodeTile {
-  static constexpr int kThreads = 256, kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
+  static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
   static constexpr int kChunks = kRows * kLine;
   static constexpr int kCodes = 32 / kBits;  // of a word: a square is kCodes words
   static constexpr int kSquares = 8 / kCodes;  // that a thread has, one below the other, of each of its 4 words
@@ -85,7 +85,7 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
-  constexpr int kStep = T::kThreads / T::kOutLine;  // lines written at a time
+  constexpr int kStep = kThreads / T::kOutLine;  // lines written at a time
   const int chunk = threadIdx.x % T::kOutLine, line = threadIdx.x / T::kOutLine;
   const i64 first = row + line, bytes = a.rows * kBits / 8, byte = column * kBits / 8 + 16 * chunk;
   const int lines = static_cast<int>(minimum<i64>(a.columns - first, T::kColumns));

@@ -70,7 +70,7 @@ using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
-  constexpr int kThreads = 256, kEach = T::kScales / kThreads;
+  constexpr int kEach = T::kScales / kThreads;
   __shared__ u32 words[T::kWide * T::kPitch / 4];
   u8* tile = reinterpret_cast<u8*>(words);
   u8 scales[kEach];

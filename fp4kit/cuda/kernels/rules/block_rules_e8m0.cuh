@@ -1,0 +1,87 @@
+// Block rules that write E8M0 scales: the second half of reference/block_rules.py.
+#pragma once
+
+#include "block_rules.cuh"
+
+struct inverse_factor : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return inverse_e8m0(code); }
+};
+
+// exponent(bits) + up - emax, clamped to the range of E8M0; 255 where the exponent field is full.
+template <class R>
+FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
+  const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
+  return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
+}
+
+template <class R>
+FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
+  const u32 bits = bits_of(amax);
+  return shifted_exponent<R>(bits > kInfinityBits ? bits : bits + (1u << (22 - mantissa_bits)));
+}
+
+struct block_e8m0_floor : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax)); }
+};
+
+struct block_e8m0_ceil : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent<R>(bits_of(amax), (bits_of(amax) & 0x7FFFFFu) != 0u); }
+};
+
+struct block_e8m0_even : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rounded_exponent<R>(amax, R::Element::kMantissaBits); }
+};
+
+template <class R>
+FP4KIT_DEVICE u32 rceil(float amax) { return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>())); }
+
+struct block_e8m0_rceil : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return is_finite(amax) ? rceil<R>(amax) : 255u; }
+};
+
+struct block_e8m0_te : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rceil<R>(amax); }
+};
+
+struct block_e8m0_te_reference : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return encode_e8m0_rp(amax / max_of<typename R::Element>()); }
+};
+
+// t = amax * rcp(max), flushed; code 254 has the subnormal inverse 2^-127, which ftz makes 0.
+template <class R>
+FP4KIT_DEVICE u32 code_flashinfer(float amax) {
+  return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
+}
+
+struct block_e8m0_flashinfer_fp4 : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_flashinfer<R>(amax); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u || code >= 254u ? 0.0f : inverse_e8m0(code); }
+};
+
+struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
+
+struct block_e8m0_modelopt : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float ratio = amax / max_of<typename R::Element>();
+    const float exponent = ratio > 0.0f ? ceilf(static_cast<float>(log2(static_cast<double>(ratio)))) : -127.0f;
+    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
+  }
+};
+
+struct block_e8m0_compressed_tensors : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const u32 code = rounded_exponent<R>(amax, R::Element::kBits == 6 ? 3 : 1);
+    return round_to<In>(decode_e8m0(code)) == 0.0f ? 127u : code;
+  }
+};

@@ -1,0 +1,40 @@
+// Instructions on memory, with their software twins, as in ptx.cuh.
+#pragma once
+
+#include "types.cuh"
+
+// What is read or written once: the caches give up its lines first.
+template <class T>
+FP4KIT_DEVICE T load_streaming(const T* from) {
+#ifdef __CUDA_ARCH__
+  T y;
+  if constexpr (sizeof(T) == 8) asm volatile("ld.global.cs.b64 %0, [%1];" : "=l"(y) : "l"(from));
+  if constexpr (sizeof(T) == 4) asm volatile("ld.global.cs.b32 %0, [%1];" : "=r"(y) : "l"(from));
+  if constexpr (sizeof(T) == 2) asm volatile("ld.global.cs.b16 %0, [%1];" : "=h"(y) : "l"(from));
+  return y;
+#else
+  return *from;
+#endif
+}
+
+FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+#else
+  struct alignas(16) Four { u32 w[4]; };
+  Four& four = *static_cast<Four*>(to);  // a reference, because sanitizers check its alignment
+  four = {{a, b, c, d}};
+#endif
+}
+
+// Fetch kBytes, a multiple of 16 at a multiple of 16, into the L2; nothing before sm_90, where no instruction takes so many.
+template <int kBytes>
+FP4KIT_DEVICE void prefetch_l2(const void* from) {
+#ifndef __CUDA_ARCH__
+  struct alignas(16) Sixteen { volatile u8 bytes[16]; };
+  const Sixteen* lines = static_cast<const Sixteen*>(from);  // for sanitizers to check
+  static_cast<void>(lines[0].bytes[0] + lines[kBytes / 16 - 1].bytes[15]);
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(kBytes) : "memory");
+#endif
+}

@@ -1,0 +1,140 @@
+// A tile in shared memory: its elements, and its codes and scales along columns, on their way to memory.
+#pragma once
+
+#include "quantize_patch.cuh"
+#include "square.cuh"
+
+// A tile's elements, so that blocks in a row find what was read for those in a column. Two in three were no longer in the first cache, where
+// rows that lie a power of two apart have few places: nvfp4-te both ways 0.73 of a copy, and 0.75 from here (H200, 2026-11-21).
+template <class P>
+struct Kept {
+  static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
+  Chunk rows[P::kKeeps ? kTileRows : 1][kRowChunks];
+
+  // Where a chunk of a row lies: lanes that read runs of 2 or 4 chunks each do not meet in a bank.
+  FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
+};
+
+template <class P>
+struct Staging {
+  alignas(16) u32 words[P::kColumnWords][P::kColumns];
+  alignas(16) u8 scales[P::kBlocks][P::kColumns];
+};
+
+// Where column `column` lies in rows 4 quad ... 4 quad + 3 of the staging: lanes that write patches beside each other, and lanes that read
+// the quads of a few columns, do not meet in a bank. Four columns from a multiple of four on stay together.
+template <class P>
+FP4KIT_DEVICE int staged_column(int quad, int column) {
+  const int moved = column ^ (32 / P::kQuads * quad);
+  return P::kSpan == 8 ? moved ^ (column >> 3 & 4) : moved;
+}
+
+// The words of a column j of a patch -> the staging: a rare case.
+template <class P>
+FP4KIT_DEVICE void stage_column(Staging<P>& staging, const Spot& s, int j, const u32 (&words)[P::kWords]) {
+#pragma unroll
+  for (int w = 0; w < P::kWords; ++w) {
+    const int row = s.tile_row / P::kPerWord + w;
+    staging.words[row][staged_column<P>(row / 4, s.tile_column + j)] = words[w];
+  }
+}
+
+// Word w of each column of a patch -> the staging.
+template <class P>
+FP4KIT_DEVICE void stage_words(Staging<P>& staging, const Spot& s, int w, const u32 (&words)[P::kSpan]) {
+  const int row = s.tile_row / P::kPerWord + w;
+  if constexpr (P::kSpan <= 4) {
+    store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column)], words);
+  } else {
+#pragma unroll
+    for (int j = 0; j < P::kSpan; j += 4) {
+      const u32 four[4] = {words[j], words[j + 1], words[j + 2], words[j + 3]};
+      store_words(&staging.words[row][staged_column<P>(row / 4, s.tile_column + j)], four);
+    }
+  }
+}
+
+// A patch of 16 rows of 8 bytes -> the kept elements.
+template <class In, class P>
+FP4KIT_DEVICE void keep_patch(Kept<P>& kept, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh]) {
+  const int half = s.tile_column / P::kSpan;
+#pragma unroll
+  for (int i = 0; i < P::kHigh; ++i) store_words(kept.rows[s.tile_row + i][kept.place(i, half / 2)].w + half % 2 * 2, x[i].w);
+}
+
+// The run of 16 elements from `column` on of a row.
+template <class In, class P>
+FP4KIT_DEVICE Run<In, 16> kept_run(const Kept<P>& kept, int row, int column) {
+  constexpr int kChunks = sizeof(typename In::Bits);
+  Run<In, 16> run;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const Chunk chunk = kept.rows[row][kept.place(row, column / 16 * kChunks + i)];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) run.w[4 * i + j] = chunk.w[j];
+  }
+  return run;
+}
+
+// A tile's codes along columns from the staging to memory, 16 bytes at a time where columns begin at multiples of that.
+template <class P>
+FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
+  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // of a column
+#pragma unroll
+  for (int start = 0; start < P::kColumns / 2 * P::kQuads; start += kThreads) {
+    const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
+    const i32 row = tile.row + quad * 4 * P::kPerWord, column = tile.column + tile_column;
+    if (tile_column >= P::kColumns || column >= static_cast<i32>(a.columns) || row >= static_cast<i32>(a.rows)) continue;
+    u32 words[2][4];
+    const u32* staged = &staging.words[4 * quad][staged_column<P>(quad, tile_column)];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const HalfChunk two = *reinterpret_cast<const HalfChunk*>(staged + w * P::kColumns);
+      words[0][w] = two.w[0];
+      words[1][w] = two.w[1];
+    }
+    u8* out = advanced(a.column_packed, bytes, column) + row / 8 * P::kBits;
+#pragma unroll
+    for (int j = 0; j < 2; ++j, out += bytes) {
+      if (column + j >= static_cast<i32>(a.columns)) continue;
+      if (bytes % 16 == 0) {
+        store_words(out, words[j]);
+      } else {
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (row + w * P::kPerWord < static_cast<i32>(a.rows)) reinterpret_cast<u32*>(out)[w] = words[j][w];
+      }
+    }
+  }
+}
+
+// A tile's scales along columns from the staging to memory: four columns a thread, all their blocks or four, as they are together.
+template <class R, class P>
+FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
+  constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kBlocks : 4, kFours = P::kColumns / 4;
+  if (threadIdx.x >= kFours * P::kBlocks / kCount) return;
+  const int four = threadIdx.x % kFours, tile_block = threadIdx.x / kFours * kCount;
+  const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block, blocks = static_cast<u32>(a.rows) / R::kBlock;
+  const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
+  u32 codes[4][kCount / 4];  // of a column's blocks
+#pragma unroll
+  for (int part = 0; part < kCount / 4; ++part) {
+    u32 square[4];  // of a block's four columns, then of a column's four blocks
+#pragma unroll
+    for (int i = 0; i < 4; ++i) square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];
+    transpose_square(square);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) codes[j][part] = square[j];
+  }
+#pragma unroll
+  for (u32 j = 0; j < 4; ++j) {
+    if (column + j >= static_cast<u32>(a.columns)) return;
+    if (whole) {
+      store_words(a.column_scales + scale_offset<R::kLayout, u32>(column + j, block, blocks), codes[j]);
+    } else {
+#pragma unroll 1
+      for (u32 i = 0; i < kCount && block + i < blocks; ++i)
+        a.column_scales[scale_offset<R::kLayout, u32>(column + j, block + i, blocks)] = staging.scales[tile_block + i][4 * four + j];
+    }
+  }
+}

@@ -1,0 +1,80 @@
+// Where the rows of a block meet in a thread block: amaxes and errors of threads that hold a row each.
+#pragma once
+
+#include "four_over_six.cuh"
+
+constexpr int kTileWarps = kThreads / 32;
+
+template <class R, bool kTall = (R::kBlockRows > 1)>
+struct TileMemory {  // blocks in a row do not meet
+  static constexpr int kColumns = kThreads;
+};
+template <class R>
+struct TileMemory<R, true> {
+  static constexpr int kRows = R::kBlockRows, kColumns = kThreads / R::kBlockRows;
+  float values[2][kRows][kColumns];
+  float parts[3][kTileWarps][kColumns];  // of the short way: amax, errors; each has a barrier before it is written again
+};
+
+// Operations on rows.
+struct LargerOf {
+  FP4KIT_DEVICE float of(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }  // NaN has the largest bits
+};
+struct SumOf {
+  FP4KIT_DEVICE float of(float a, float b) { return a + b; }
+};
+
+// Values of all rows of a block together, in any order, by way of tile.parts[kPart] and after; every thread gets them. A warp has
+// neighbouring rows, or a part of one row where that has more than 32 blocks.
+template <class R, class Operation, int kPart, int kCount>
+FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
+  constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // of a row
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = kWarps > 1 ? column / 32 : 0;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+    for (int distance = kColumns; distance < 32; distance *= 2)
+      values[k] = Operation::of(values[k], float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(values[k]), distance)));
+    if (lane < kColumns) tile.parts[kPart + k][warp][column] = values[k];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) {
+    values[k] = tile.parts[kPart + k][first][column];
+#pragma unroll
+    for (int w = kWarps; w < kTileWarps; w += kWarps) values[k] = Operation::of(values[k], tile.parts[kPart + k][first + w][column]);
+  }
+}
+
+// Larger over the rows of a block; every thread gets the result.
+template <class R>
+FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
+  if constexpr (R::kBlockRows == 1) {
+    return amax;
+  } else {
+    tile.values[0][row][column] = amax;
+    __syncthreads();
+    float result = 0.0f;
+    for (int r = 0; r < R::kBlockRows; ++r) result = larger_of_rows<R>(result, tile.values[0][r][column]);
+    __syncthreads();
+    return result;
+  }
+}
+
+// Sum over the rows of a block as a tree: row i with i + 8, then + 4, + 2, + 1; every thread gets both sums.
+template <class R>
+FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
+  if constexpr (R::kBlockRows > 1) {
+    tile.values[0][row][column] = error[0];
+    tile.values[1][row][column] = error[1];
+    __syncthreads();
+    for (int half = R::kBlockRows / 2; half > 0; half /= 2) {
+      if (row < half) {
+        for (int k = 0; k < 2; ++k) tile.values[k][row][column] = tile.values[k][row][column] + tile.values[k][row + half][column];
+      }
+      __syncthreads();
+    }
+    for (int k = 0; k < 2; ++k) error[k] = tile.values[k][0][column];
+    __syncthreads();
+  }
+}
