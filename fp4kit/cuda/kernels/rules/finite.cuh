@@ -12,8 +12,9 @@ struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
-  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo && !R::kStochastic;
+  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere. A
+  // product that is rounded to 8 or 11 bits again loses that.
+  static constexpr bool kShrink = R::kRounding == Rounding::rnz && kHalf && kPowerOfTwo && !R::kStochastic && !R::kRoundScaled;
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
   static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : R::kRounding == Rounding::rn || kShrink;
   // -0 that rounding to float16 made is not told from what was one before.
