@@ -86,10 +86,10 @@ def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], 
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """The largest of block_amax must be the tensor's amax, of which "lanes" counts finite elements only; on a device not looked at."""
+    """Under "lanes" the tensor scale is that of finite elements, and the largest of block_amax must be one."""
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none" and isinstance(block_amax, np.ndarray)
     if needs_finite and np.isinf(block_amax).any():
         raise ValueError(
-            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size}, and {r.id} "
-            "scales by the finite elements; give tensor_amax, that of the finite elements of the whole matrix"
+            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size}, and "
+            f"{r.id} scales by the finite elements; give tensor_amax, that of the finite elements of the whole matrix"
         )
