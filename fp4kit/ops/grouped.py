@@ -42,7 +42,7 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
         call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
         return amax_rows(call, interop.cupy().ascontiguousarray(call.moved))
     check.check_float("amax_grouped", x)
-    rows, shape = reduced_rows(x, axis)
+    rows, shape = reduced_rows(x, check.check_axes("amax_grouped", axis, x.ndim))
     return (rows, "all", axis is not None), shape
 
 

@@ -11,7 +11,8 @@ struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
+  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere. A
+  // product that is rounded to 8 or 11 bits again, or flushed, loses that.
   static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
