@@ -90,6 +90,7 @@ TWINS = {  # an expression of p.a[i] and p.b[i], and the specification
     "widen_bf16(narrow_bf16(p.a[i]))": lambda a, b: a.astype(BF16).astype(np.float32),
 }
 TWIN = """#include "ptx.cuh"
+#include "ptx_convert.cuh"
 struct Arguments { const float *a, *b; float* y; long long count; };
 extern "C" __global__ void twin_kernel(Arguments p) {
   for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < p.count; i += gridDim.x * blockDim.x) p.y[i] = EXPRESSION;

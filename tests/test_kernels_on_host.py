@@ -107,7 +107,7 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "rows in wrong places": ("layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", LAYOUTS[0], r"\d+ of \d+ differ"),
     "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM[-1], r"packed: \d+ of \d+ differ"),
     "a constant one ulp off": ("scale.cuh", "1.0f / 6.0f", "0.16666666f", QUANTIZE[0], r"\d+ of \d+ differ"),
-    "no barriers": ("quantize_tile.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
+    "no barriers": ("tile_memory.cuh", "__syncthreads();", "", QUANTIZE[1], "depends on the grid or on the order of threads"),
     "no margin around equal errors": ("four_over_six_table.cuh", "28u << 8", "1u", BY_TABLE[0], "differ"),
     "a sum of the wrong rows": ("quantize_table.cu", "sums[warp() * 32 + lane()]", "sums[lane()]", BY_TABLE[-1], "differ"),
     "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
