@@ -55,7 +55,8 @@ def shards(name: str, x: np.ndarray) -> Iterator[object]:
     if np.isnan(amax).any() or np.isnan(fp4kit.quantize(x, name).tensor_amax or 0):
         return
     out = np.zeros(fp4kit.quantize(x, name).packed.shape, np.uint8)
-    fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)
+    finite = amax[np.isfinite(amax)].max() if r.amax_nan == "lanes" and r.tensor_scaling != "none" else None
+    fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name, tensor_amax=finite)
     yield out
     yield from fp4kit.cast_master_weights([fp4kit.Shard(x.reshape(-1), x.shape)], SingleProcess(), name)
 

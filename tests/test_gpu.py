@@ -188,6 +188,17 @@ def test_amax() -> None:
     assert differing(fp4kit.amax(d, "mxfp4-ocp"), fp4kit.amax(x, "mxfp4-ocp")) == 0
 
 
+@pytest.mark.parametrize("name", ["nvfp4-flashinfer", "mxfp4-flashinfer", "nvfp4-te-2d", "nvfp4-te", "mxfp8-flashinfer"])
+def test_amax_of_blocks_with_nan(name) -> None:
+    """Of FlashInfer's lanes: a NaN counts where all even, or all odd, elements of a block are NaN."""
+    x = np.random.default_rng(7).standard_normal((33, 96)).astype(np.float32)
+    x[3, ::2], x[4, 1::2], x[5, 32:64], x[6, 7], x[7, 1:64:4] = np.nan, np.nan, np.nan, np.nan, np.inf
+    d = cupy.asarray(x)
+    assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
+    for gpu, cpu in zip(fp4kit.amax_grouped([d, d[:16]], name), fp4kit.amax_grouped([x, x[:16]], name), strict=True):
+        assert differing(gpu, cpu) == 0
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3000, 1), (701, 3), (1, 520), (4099, 16), (1031, 37), (257, 1000), (5, 3, 129, 96)])
 def test_amax_of_rows_and_columns(shape, dtype) -> None:

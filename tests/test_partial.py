@@ -83,6 +83,18 @@ def test_tensor_amax_given_and_strided_out() -> None:
     assert_same_bits(np.ascontiguousarray(out), whole.packed)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_infinities(name) -> None:
+    """An infinite block amax: the tensor's amax is what quantize takes, and is given where that counts finite elements only."""
+    x = np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32)
+    x[3, 5], x[20, 40] = np.inf, -np.inf
+    whole, amax = fp4kit.quantize(x, name), fp4kit.amax(x, name)
+    out = np.zeros_like(whole.packed)
+    limit = whole.tensor_amax if name == "nvfp4-flashinfer" else None
+    fp4kit.partial_cast(x.ravel(), out, amax, x.shape, 0, name, tensor_amax=limit)
+    assert_same_bits(out, whole.packed)
+
+
 @given(start=st.integers(0, 200), length=st.integers(0, 400), K=st.integers(1, 50))
 def test_segments_cover_the_slice_once(start, length, K) -> None:
     covered = []
@@ -130,6 +142,12 @@ OUT = np.zeros((4, 8), np.uint8)
         (lambda: _call(OUT.astype(np.int8)), ValueError, "out is int8 (4, 8); needs uint8 (4, 8)"),
         (lambda: _call(OUT, AMAX), ValueError, "block_amax is float32 (1, 4); nvfp4-te-2d needs float32 (1, 1) without NaN"),
         (lambda: _call(OUT, AMAX[:, :1] * np.nan), ValueError, "block_amax is float32 with NaN"),
+        (
+            lambda: _call(OUT, np.array([[1], [np.inf], [2], [np.inf]], np.float32), "nvfp4-flashinfer"),
+            ValueError,
+            "partial_cast: block_amax holds 2 infinite value(s) of 4, and nvfp4-flashinfer scales by the finite elements; give "
+            "tensor_amax, that of the finite elements of the whole matrix",
+        ),
         (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between two scales by whole blocks"),
     ],
 )

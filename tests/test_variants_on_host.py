@@ -42,6 +42,10 @@ OF_TIES = ("mxfp8-compressed-tensors", "mxfp4-compressed-tensors", "mxfp4-flashi
 TIES_TOWARD_ZERO = [  # of elements that were rounded to the type of the input, or flushed, before; and of others
     Quantize(replace(RECIPES[id], id=f"{id}-rnz", rounding="rnz"), d) for id, d in zip(OF_TIES, (BF16, F16) * 2, strict=True)
 ]
+MINUS_ZERO = [  # a quotient by way of a reciprocal
+    Quantize(replace(RECIPES["nvfp4-modelopt"], id="nvfp4-modelopt-signbit", sign="signbit"), d, fake=fake)
+    for d, fake in ((F32, True), (BF16, True), (F32, False))
+]
 SATURATED = [Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))]
 
 ROWS = [
@@ -112,6 +116,11 @@ def test_rows_without_blocks_are_transformed(host, case):
 
 @pytest.mark.parametrize("case", TIES_TOWARD_ZERO, ids=str)
 def test_ties_toward_zero(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", MINUS_ZERO, ids=str)
+def test_quotients_of_minus_zero(host, case):
     host.check(case)
 
 

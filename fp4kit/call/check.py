@@ -31,6 +31,16 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
     return axis % ndim
 
 
+def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
+    """Axes that are reduced as non-negative numbers: one, or those of a tuple, each once; None stays."""
+    if axis is None:
+        return None
+    axes = tuple(check_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{op}: axis {axis} names one axis twice; needs different ones")
+    return axes
+
+
 def check_length(op: str, axis: int, length: int, recipe: Recipe) -> None:
     """The length along the axis must be whole blocks (and whole bytes)."""
     multiple = recipe.length_multiple

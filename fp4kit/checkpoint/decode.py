@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.schema import OutputFormat
-from fp4kit.layouts import unpack
+from fp4kit.layouts import unpacked
 
 CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64: its temporaries stay in the cache
 
@@ -23,7 +23,7 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 def codes_of(fmt: OutputFormat, weight: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Return the codes [N, K] of stored weights, one a byte."""
-    codes: npt.NDArray[np.uint8] = unpack(weight) if fmt.element.bits == 4 else weight
+    codes: npt.NDArray[np.uint8] = unpacked(weight, fmt.element.packing)
     return codes
 
 

@@ -33,6 +33,8 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "numbers within 2^-100 ... 2^100"
     yield r.rounding not in ROUNDINGS, f"rounding={r.rounding!r} of {e}", "'rn', 'rz' or 'rnz'"
+    lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
+    yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
     if r.four_over_six:
         yield not is_same(e, E2M1), f"4over6 of {e}", "E2M1"
         shape = f"4over6 of blocks of {r.block_size} columns"

@@ -179,6 +179,13 @@ def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
 
 
+def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Ordinary values among which are infinities of both signs."""
+    x = _ordinary(rng, shape, dtype)
+    x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
+    return x
+
+
 def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return rng.integers(0, 256, shape, np.uint8)
 
@@ -198,6 +205,7 @@ def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 FINITE_KINDS = ("ordinary", "finite", "ties", "tiny", "zeros", "outlier", "constant")
+NUMBERS = (*FINITE_KINDS, "infinite")  # kinds without NaN
 KINDS = (*FINITE_KINDS, "bits", "sprinkled")
 VALUES: dict[str, Callable[..., np.ndarray]] = {
     "ordinary": _ordinary,
@@ -209,6 +217,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "constant": _constant,
     "bits": _bits,
     "sprinkled": _sprinkled,
+    "infinite": _infinite,
     "bytes": _bytes,
     "codes": _below(16),
     "codes of 6 bits": _below(64),

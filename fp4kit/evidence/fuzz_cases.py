@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.fuzz_arrays import FINITE_KINDS, KINDS, Array, View
+from fp4kit.evidence.fuzz_arrays import KINDS, NUMBERS, Array, View
 from fp4kit.evidence.fuzz_recipes import Variant, draw_variant
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
@@ -209,7 +209,7 @@ class Draw:
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
             shape = (int(self.rng.integers(1, 5)), *shape)
-        kind = self.pick(FINITE_KINDS if operation in FLATTENED else KINDS)
+        kind = self.pick(NUMBERS if operation in FLATTENED else KINDS)
         dtype = self.pick(self.pool.dtypes)
         if operation in ("pack", "swizzle_bytes"):
             kind, dtype = ("codes" if operation == "pack" else "bytes"), "uint8"

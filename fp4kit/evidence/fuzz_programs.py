@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from fp4kit.evidence.fuzz_arguments import (
     auxiliary,
     block_amax,
@@ -285,15 +287,22 @@ def _partial(p: Program, case: Case) -> None:
     parts = [p.call(f"part{i}", "fp4kit.partial_amax", flat[a:b], shape, a, Ref("r")) for i, (a, b) in enumerate(pieces)]
     whole = p.call("whole", "largest", parts)
     p.same(whole, p.call("amax_of_x", "fp4kit.amax", x, Ref("r")))
-    amax = tensor_amax(p, case, name="given")
+    given = tensor_amax(p, case, name="given")
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), tensor_amax=given)
+    amax = q["tensor_amax"] if given is None and _scales_by_finite(case) else given
     before = auxiliary("bytes", "uint8", packed_shape(shape, r), case.options.seed + 3)
     out, kept = p.make("out", before), p.make("before", before)
     done = pieces[: len(pieces) - (len(pieces) > 1 and case.options.pass_through)]
     for i, (a, b) in enumerate(done):
         p.call(f"done{i}", "fp4kit.partial_cast", flat[a:b], out, whole, shape, a, Ref("r"), tensor_amax=amax)
         p.mark(writes=("out",))
-    q = p.call("q", "fp4kit.quantize", x, Ref("r"), tensor_amax=amax)
     p.same(out, p.call("wanted", "with_codes", kept, q["packed"], done, r.element.packing.codes))
+
+
+def _scales_by_finite(case: Case) -> bool:
+    """Whether the amax of the tensor scale is not the largest of the block amaxes, as infinite elements do not count."""
+    finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
+    return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: Case) -> None:

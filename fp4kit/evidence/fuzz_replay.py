@@ -12,7 +12,6 @@ A reproduction is a generator function that makes arrays, calls fp4kit, and yiel
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,14 +116,9 @@ def ended(raised: list[Exception | None]) -> Ended:
         return "raised", f"{_text(last)}; the specification computes it"
     if last is None:
         return "not refused", f"the specification raises {_text(first)}"
-    if type(first) is not type(last) or _words(first) != _words(last):
+    if type(first) is not type(last) or str(first) != str(last):
         return "message", f"{_text(last)}; the specification: {_text(first)}"
     return "refused", _text(first)
-
-
-def _words(error: Exception | None) -> str:
-    """An error's text without the name of the function that begins it: grouped calls may name the single one."""
-    return re.sub(r"^\w+: ", "", str(error))
 
 
 def _text(error: Exception | None) -> str:

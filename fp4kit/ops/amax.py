@@ -23,12 +23,12 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
 
     x: float32, float16 or bfloat16, any shape; an empty reduction gives 0.
     Recipes without blocks give what their tensor scale covers: () or one per row.
-    Raises TypeError for other dtypes; ValueError for lengths that are not whole blocks, or an axis out of range.
+    Raises TypeError for other dtypes; ValueError for lengths that are not whole blocks, or an axis out of range or named twice.
     Numerics: exact. NaN propagates, but recipes that ignore NaN in their amax do so here.
     """
     if recipe is None:
         (x,) = import_arrays("amax", x=x)
         check.check_float("amax", x)
-        return run("amax", "plain_amax", x, x, axis)
+        return run("amax", "plain_amax", x, x, check.check_axes("amax", axis, x.ndim))
     call, _ = array_call("amax", x, recipe, -1 if axis is None else axis)
     return run("amax", "amax", call.x, call)

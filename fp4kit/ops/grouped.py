@@ -11,7 +11,7 @@ from fp4kit.call import check
 from fp4kit.call.each import each
 from fp4kit.call.parse import Hadamard, array_call, backward_call
 from fp4kit.cuda.clip_group import ClipGroup
-from fp4kit.cuda.engine.amax import amax_rows, reduced_rows
+from fp4kit.cuda.engine.amax import amax_rows, by_blocks, reduced_rows
 from fp4kit.cuda.group import AmaxRows
 from fp4kit.cuda.group import amaxes as device_amaxes
 from fp4kit.ops.amax import amax as single_amax
@@ -19,15 +19,18 @@ from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
 
 
 def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> list[Any]:
-    """[amax(x, recipe, axis=axis) for x in xs]; on a GPU the results are views of one vector.
+    """[amax(x, recipe, axis=axis) for x in xs]; on a GPU in one launch, whose results are views of one vector, unless
+    a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
 
     xs: a sequence of arrays of any shapes, or one stacked array (experts first). Raises what amax raises.
     """
     arrays, _ = arrays_of("amax_grouped", xs)
-    if not arrays or isinstance(arrays[0], np.ndarray):
+    single = recipe is not None and by_blocks(find_recipe(recipe))
+    if single or not arrays or isinstance(arrays[0], np.ndarray):
         return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
     with interop.cupy().cuda.Device(arrays[0].device.id):
         return device_amaxes(each("amax_grouped", lambda x: _amax_rows(x, recipe, axis), arrays))
@@ -39,7 +42,7 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
         call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
         return amax_rows(call, interop.cupy().ascontiguousarray(call.moved))
     check.check_float("amax_grouped", x)
-    rows, shape = reduced_rows(x, axis)
+    rows, shape = reduced_rows(x, check.check_axes("amax_grouped", axis, x.ndim))
     return (rows, "all", axis is not None), shape
 
 

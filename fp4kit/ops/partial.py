@@ -49,20 +49,23 @@ def partial_cast(
 
     shard, shape, start: as partial_amax. out: uint8 (M, K/2), writable, any strides; for 8-bit elements (M, K).
     block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's partial_amax.
-    tensor_amax: float32 (); None takes the maximum of block_amax. Not used by recipes without a tensor scale.
-    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, a NaN amax, or a 4over6 recipe
-        (whose choice needs whole blocks).
+    tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale have none. Recipes whose tensor
+        scale counts finite elements only (nvfp4-flashinfer, ...) need it where block_amax holds an infinity.
+    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, a NaN amax, an infinite one that
+        tensor_amax must stand beside, or a 4over6 recipe (whose choice needs whole blocks).
     Exact: the bytes of quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets; this is not.
     Two shards that share a byte each write their own nibble of it: exchange nibbles, not bytes, or cut at even offsets.
-    On a GPU: shard, out and block_amax on one device; a NaN in block_amax is not looked for, since that would wait. Other nibbles
-        are not touched even while other launches write theirs, if out is contiguous and at a multiple of 8 bytes; else the call
-        works on a copy, and writes all of out.
+    On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for, since that would wait:
+        an infinity is then taken for the tensor's amax. Other nibbles are not touched even while other launches write theirs, if
+        out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
     """
     r = find_recipe(recipe)
     array, out, amax = import_arrays("partial_cast", shard=shard, out=out, block_amax=block_amax)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
     _check_cast_arrays(array, out, amax, (M, K), r)
+    if tensor_amax is None:
+        _check_finite(amax, r)
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
     run("partial_cast", "partial_cast", array, array, out, amax, (M, K), operator.index(start), r, whole)
 
@@ -80,3 +83,13 @@ def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], 
         what = "float32 with NaN" if has_nan else f"{amax.dtype} {amax.shape}"
         without = " without NaN" * on_host
         raise ValueError(f"partial_cast: block_amax is {what}; {r.id} needs float32 {covered}{without}")
+
+
+def _check_finite(block_amax: Any, r: Recipe) -> None:
+    """Under "lanes" the tensor scale is that of finite elements, and the largest of block_amax must be one."""
+    needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none" and isinstance(block_amax, np.ndarray)
+    if needs_finite and np.isinf(block_amax).any():
+        raise ValueError(
+            f"partial_cast: block_amax holds {int(np.isinf(block_amax).sum())} infinite value(s) of {block_amax.size}, and "
+            f"{r.id} scales by the finite elements; give tensor_amax, that of the finite elements of the whole matrix"
+        )

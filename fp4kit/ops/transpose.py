@@ -20,7 +20,9 @@ def transpose(q: Quantized) -> Quantized:
         those of q are; tensor_scale and tensor_amax are q's own.
     Raises ValueError for other recipes, axes or lengths, or arrays of several devices; on a GPU NotImplementedError for blocks of
         other sizes than 16, 32 and 64.
-    Exact: equals quantize(x, recipe, axis=-2) byte for byte; transpose(transpose(q)) is q.
+    Exact: transpose(transpose(q)) is q. The bytes are those of quantize(x, recipe, axis=-2), except where the choice of a scale
+        follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks for NaN in
+        every other element of a row.
     """
     check.check_quantized("transpose", q)
     _check_square_blocks(q)

@@ -60,6 +60,9 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
         tile_rows = np.arange(segment.rows.start, segment.rows.stop) // height
         starts = np.flatnonzero(np.diff(tile_rows, prepend=-1))
         target = out[tile_rows[0] : tile_rows[-1] + 1, first : first + amax.shape[1]]
+        if height == 1:  # a segment has all that the shard owns of a block
+            target[...] = amax
+            continue
         combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
         combine(target, combine.reduceat(amax, starts, axis=0), out=target)
     return out

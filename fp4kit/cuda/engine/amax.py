@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.parse import Call, Declined
+from fp4kit.call.parse import Call
 from fp4kit.cuda import launch, partial
 from fp4kit.cuda.amax_columns import amax_columns
 from fp4kit.cuda.amax_strips import amax_strips
@@ -59,14 +59,19 @@ def amax(call: Call) -> Any:
     """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
     with interop.making_current(call.x.device.id):
         x = interop.cupy().ascontiguousarray(call.moved)
-        if call.recipe.block_rows > 1:
+        if by_blocks(call.recipe):
             return _tile_maxima(x, call.recipe)
         rows, shape = amax_rows(call, x)
         return launch.amax(*rows).reshape(shape)
 
 
+def by_blocks(r: Recipe) -> bool:
+    """Whether blocks are no parts of rows of which each element counts by itself: then a thread takes a block."""
+    return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
+
+
 def _tile_maxima(x: Any, r: Recipe) -> Any:
-    """amax of blocks of several rows of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
+    """amax of the blocks of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = interop.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
@@ -78,12 +83,10 @@ def _tile_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
-    """What launch.amax takes for amax of contiguous x by the call's recipe, and the shape of the result."""
+    """What launch.amax takes for amax of contiguous x by the call's recipe, unless by_blocks; and the shape of the result."""
     r = call.recipe
     if r.block is None:
         return covered_by_scales(x, r), tensor_amax_shape(x.shape, r)
-    if r.block_rows > 1:
-        raise Declined(f"{call.op}: blocks of {r.id} have no CUDA kernel; compute on the CPU with cupy.asnumpy(x)")
     return in_blocks(x, r), (*x.shape[:-1], x.shape[-1] // r.block_size)
 
 

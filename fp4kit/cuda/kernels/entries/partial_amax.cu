@@ -33,7 +33,7 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
       for (int i = 0; i < kRun; ++i) found.tensor = fmaxf(found.tensor, is_finite(x[i]) ? magnitude_of(x[i]) : 0.0f);
     }
   }
-  found.block = larger_of_rows<R>(found.block, row.result());
+  found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
 template <class R, class In, bool kAligned>

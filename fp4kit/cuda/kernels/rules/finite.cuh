@@ -11,7 +11,8 @@ struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere.
+  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere. A
+  // product that is rounded to 8 or 11 bits again, or flushed, loses that.
   static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
@@ -65,6 +66,13 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (R::kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
   if constexpr (R::kSign == Sign::not_positive) return -(0.0f - y);     // 0 -> -0
   return y;
+}
+
+// The same of what scaled_finite makes of x: the fma of a quotient makes 0 of -0.
+template <class R>
+FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
+  if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
+  return with_code_sign<R>(y);
 }
 
 // The same of a pair of 16-bit elements, whose signs are their products' too.
@@ -123,60 +131,9 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
   } else {
     float y[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign<R>(scaled_finite<R, In>(element(run, i), f));
+    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i) words[i] = encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits);
-  }
-}
-
-// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value; or of E2M1
-// below 7, for which the code is 8 at most.
-//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23 - M on are the
-//   code, rounded toward zero.
-template <class F>
-FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
-  constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
-  const float e = float_of(bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits);
-  const float t = fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
-  return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
-}
-
-// Codes of a run with random bytes, packed as exact_codes packs them. Signs are the products', whatever R::kSign, as in
-// encode_stochastic.
-template <class R, class In, int kRun>
-FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
-                                            u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
-  using F = typename R::Element;
-  if constexpr (ShortWay<R, In>::kFewBits) {
-#pragma unroll
-    for (int w = 0; w < kRun / 8; ++w) {
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.by * 0.125f);
-      words[w] = encode_stochastic_e2m1x8(x, random + 2 * w, nibble_signs_of_pairs(run.w + 4 * w));
-    }
-    return;
-  }
-  constexpr bool kClamp = ShortWay<R, In>::kClamp || !ShortWay<R, In>::kE2m1;
-  constexpr int kPerWord = 32 / F::kStoredBits;
-#pragma unroll
-  for (int w = 0; w < kRun / kPerWord; ++w) {
-    u32 word = 0u, signs = 0u;
-    float y[8];
-#pragma unroll
-    for (int i = kPerWord - 1; i >= 0; --i) {
-      const int at = w * kPerWord + i;
-      y[i] = scaled_finite<R, In>(element(run, at), f);
-      const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
-      const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
-      word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
-      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
-    }
-    if constexpr (ShortWay<R, In>::kE2m1) {
-      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
-      word = word | (ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
-    }
-    words[w] = word | signs;
   }
 }
 
@@ -196,6 +153,6 @@ FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, float scale,
   for (int i = 0; i < kRun; ++i) {
     const float y = scaled_finite<R, In>(element(run, i), f);
     const float value = round_magnitude<typename R::Element>(magnitude_of(y));
-    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign<R>(y)) & 0x80000000u)), scale);
+    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign_of<R>(y, element(run, i))) & 0x80000000u)), scale);
   }
 }

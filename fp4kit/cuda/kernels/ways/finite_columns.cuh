@@ -57,7 +57,7 @@ FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2]
         for (int i = 0; i < kPerWord; ++i) {
           const float x = element(Run<In, 2>{{rows[w * kPerWord + i]}}, j);
           if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
-          else y[i] = with_code_sign<R>(scaled_finite<R, In>(x, f[j]));
+          else y[i] = with_code_sign_of<R>(scaled_finite<R, In>(x, f[j]), x);
         }
         if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) words[j][w] = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
         else words[j][w] = encode_word<typename R::Element>(y);

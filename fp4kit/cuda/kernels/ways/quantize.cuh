@@ -1,7 +1,7 @@
 // What the quantize kernels share: their arguments, random bytes, and encoding and writing a run of elements.
 #pragma once
 
-#include "finite.cuh"
+#include "finite_stochastic.cuh"
 #include "hadamard.cuh"
 #include "layout.cuh"
 

@@ -1,0 +1,55 @@
+// Blocks of finite elements, rounded stochastically the short way.
+#pragma once
+
+#include "finite.cuh"
+
+// encode_stochastic of a finite magnitude, without its sign. byte: 2^23 + the random byte. a: not above the largest value; or of E2M1
+// below 7, for which the code is 8 at most.
+//   2^(-126 - emin) takes the format's least normal exponent, and its subnormals, to those of float32: the bits from 23 - M on are the
+//   code, rounded toward zero.
+template <class F>
+FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
+  constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
+  const float e = float_of(bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits);
+  const float t = fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
+  return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
+}
+
+// Codes of a run with random bytes, packed as exact_codes packs them. Signs are the products', whatever R::kSign, as in
+// encode_stochastic.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
+                                            u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
+  using F = typename R::Element;
+  if constexpr (ShortWay<R, In>::kFewBits) {
+#pragma unroll
+    for (int w = 0; w < kRun / 8; ++w) {
+      float x[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.by * 0.125f);
+      words[w] = encode_stochastic_e2m1x8(x, random + 2 * w, nibble_signs_of_pairs(run.w + 4 * w));
+    }
+    return;
+  }
+  constexpr bool kClamp = ShortWay<R, In>::kClamp || !ShortWay<R, In>::kE2m1;
+  constexpr int kPerWord = 32 / F::kStoredBits;
+#pragma unroll
+  for (int w = 0; w < kRun / kPerWord; ++w) {
+    u32 word = 0u, signs = 0u;
+    float y[8];
+#pragma unroll
+    for (int i = kPerWord - 1; i >= 0; --i) {
+      const int at = w * kPerWord + i;
+      y[i] = scaled_finite<R, In>(element(run, at), f);
+      const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
+      const float byte = float_of(prmt(random[at / 4], 0x4B000000u, 0x7440u + at % 4));  // 2^23 + the byte by its bits
+      word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
+      if constexpr (!ShortWay<R, In>::kE2m1) signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
+    }
+    if constexpr (ShortWay<R, In>::kE2m1) {
+      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest
+      word = word | (ShortWay<R, In>::kHalf ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
+    }
+    words[w] = word | signs;
+  }
+}

@@ -1,0 +1,110 @@
+"""Variants of recipes that no recipe of the table is, through the public functions: CuPy arrays give the bytes of the CPU.
+
+What was once wrong in one kernel stands here for all of them: zeros, NaN, ties, elements that are not E2M1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
+
+import fp4kit
+from fp4kit.formats import ElementFormat
+from fp4kit.recipes import RECIPES, Recipe
+
+pytestmark = ON_GPU
+
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
+ZEROS = replace(RECIPES["nvfp4-flashinfer"], block=(16, 16))
+RNZ = ("mxfp4-compressed-tensors", "mxfp6-compressed-tensors", "mxfp8-compressed-tensors", "mxfp4-ocp", "mxfp8-te-e5m2")
+OTHERS = [replace(RECIPES[id], element=e) for id in ("mxfp4-ocp", "nvfp4-torchao", "nvfp4-modelopt") for e in (E1M2, E3M0)]
+OTHERS += [replace(RECIPES["nvfp4-torchao"], element=e, block=(16, 16)) for e in (E1M2, E3M0)]
+OTHERS += [replace(RECIPES["fp8-modelopt-channel"], element=e) for e in (E1M2, E3M0)]
+
+
+def everything(x: np.ndarray, r: Recipe, **options) -> None:
+    """quantize and dequantize of x, of a group, and both ways, on both sides."""
+    check(x, r, **options)
+    xs = [x, x[:17], x[:0]]
+    group = zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r, **options), xs, strict=True)
+    for gpu, a in group:
+        assert_same(gpu, fp4kit.quantize(a, r, **options))
+    if r.block is not None and r.tensor_scaling != "row" and len(x) % r.block_size == 0:
+        pairs = zip(fp4kit.quantize_both(cupy.asarray(x), r, **options), fp4kit.quantize_both(x, r, **options), strict=True)
+        for gpu, cpu in pairs:
+            assert_same(gpu, cpu)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic", "seed": 3}, {"hadamard": True}], ids=str)
+def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
+    """A factor of zero for a block of zeros is the rule's, whichever kernel asks it."""
+    x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
+    x[16:32, 16:32] = 0
+    x[32:48, :16] = -0.0
+    everything(x, ZEROS, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_shards_of_blocks_of_zeros(dtype) -> None:
+    x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
+    x[16:32, 16:32] = 0
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), ZEROS), fp4kit.fake_quantize(x, ZEROS)) == 0
+    amax, whole = cupy.asarray(fp4kit.amax(x, ZEROS)), fp4kit.quantize(x, ZEROS)
+    out = cupy.zeros(whole.packed.shape, np.uint8)
+    for start, end in ((0, 1001), (1001, x.size)):
+        fp4kit.partial_cast(cupy.asarray(x.reshape(-1)[start:end]), out, amax, x.shape, start, ZEROS)
+    assert differing(out, whole.packed) == 0
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_is_the_largest_before_any_rounding(dtype, layout) -> None:
+    x = np.random.default_rng(1).standard_normal((33, 128)).astype(dtype)
+    x[1, 5], x[2, 32:64:2], x[3, 64:96], x[4, 7], x[32, -1] = np.nan, np.nan, -np.nan, np.inf, np.nan
+    for seed in (7, cupy.asarray(np.random.default_rng(2).integers(0, 256, x.shape, np.uint8))):
+        check(x, "mxfp8-flashinfer", rounding="stochastic", seed=seed, scale_layout=layout)
+    everything(x, RECIPES["mxfp8-flashinfer"], rounding="stochastic", seed=7, scale_layout=layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int4-modelopt-channel", "int8-modelopt-channel", "fp8-modelopt-channel", "int8-modelopt"])
+@pytest.mark.parametrize("columns", [16, 48])
+def test_short_rows_without_blocks_are_transformed(name, dtype, columns) -> None:
+    x = np.random.default_rng(2).standard_normal((33, columns)).astype(dtype)
+    for hadamard in (True, "no_signs"):
+        everything(x, RECIPES[name], hadamard=hadamard)
+
+
+@pytest.mark.parametrize("r", OTHERS, ids=lambda r: f"{r.id}-{r.element}-{r.block}")
+def test_elements_that_are_not_e2m1(r) -> None:
+    x = blocks(ml_dtypes.bfloat16, 48, 192)
+    everything(x, r)
+    everything(x.astype(np.float32), r, rounding="stochastic", seed=5)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    for dtype in DTYPES:
+        q = fp4kit.quantize(x, r)
+        assert differing(fp4kit.dequantize(fp4kit.quantize(cupy.asarray(x), r), dtype), fp4kit.dequantize(q, dtype)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", RNZ)
+def test_ties_toward_zero(name, dtype) -> None:
+    """Every tie of the elements, and their neighbours; products are exact, or rounded to the dtype again."""
+    r = replace(RECIPES[name], rounding="rnz")
+    ties = np.repeat(r.element.midpoints, 3).astype(dtype)
+    bits = ties.view(f"u{ties.itemsize}")
+    bits[1::3] += 1
+    bits[2::3] -= 1
+    x = np.zeros((64, 32 * -(-len(ties) // 31)), dtype)
+    for row in range(64):
+        x[row].reshape(-1, 32)[:, 1:].flat[: len(ties)] = ties
+    x.reshape(64, -1, 32)[..., 0] = r.element.max
+    x = (x * np.exp2(-(np.arange(64) % 4))[:, None]).astype(dtype)
+    everything(x, r)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
