@@ -15,16 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 MEASURED = (  # rows of the table of times: operation, recipe
-    ("amax", ""),
     ("quantize", "mxfp4-ocp"),
     ("quantize", "mxfp8-torchao-rceil"),
-    ("quantize, amax given", "nvfp4-te"),
     ("quantize, amax given", "nvfp4-torchao"),
     ("quantize with amax", "nvfp4-modelopt"),
     ("quantize along columns", "mxfp8-te"),
     ("quantize_both", "nvfp4-te-2d"),
     ("dequantize", "mxfp4-ocp"),
-    ("dequantize", "mxfp8-torchao-rceil"),
     ("fake_quantize 128 equal", "fp8-modelopt"),
 )
 

@@ -183,7 +183,8 @@ def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy:
 
     cupy: what stands in for the module; None for as much as launchers take of it, with DeviceArrays.
     """
-    launchers = [importlib.import_module(f"fp4kit.cuda.{m.name}") for m in pkgutil.iter_modules(fp4kit.cuda.__path__)]
+    modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
+    launchers = [importlib.import_module(module.name) for module in modules]
     caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}
     fake = cupy or SimpleNamespace(zeros=DeviceArray.zeros, empty=DeviceArray.output, asarray=DeviceArray.table)
     with ExitStack() as stack:
