@@ -6,6 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.harness import Host
 from host.libraries import Libraries
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items):
     """Long files first, the others as they come."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """An engine that computes as the specification does, on arrays of a type of its own."""
+    return engine_away(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,17 @@ them; ml_dtypes and the recorded casts of golden file `casts` are a second and a
 
 from fractions import Fraction
 
-import ml_dtypes
 import numpy as np
 import pytest
+from codec_inputs import ALL_16_BITS, NANS, SWEEP
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
 
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ELEMENT_FORMATS, INT4, INT8
 from fp4kit.reference import codec
-from fp4kit.reference.codec import ROUNDINGS, SIGNS, decode, encode, encode_e8m0, encode_magnitude
+from fp4kit.reference.codec import ROUNDINGS, SIGNS, decode, encode, encode_magnitude
 
 FLOATS = tuple(ML_DTYPES)
 INTEGERS = (INT4, INT8)
@@ -82,18 +82,6 @@ def edges(fmt):
     around = [np.nextafter(points, np.float32(side)) for side in (-np.inf, np.inf)]
     x = np.concatenate([points, *around, ends])
     return np.concatenate([x, -x])
-
-
-def sweep():
-    """All 65,536 upper halves of float32 with five lower halves; no NaN."""
-    high = np.arange(0x10000, dtype=np.uint32) << 16
-    x = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).astype(np.uint32).view(np.float32)
-    return x[~np.isnan(x)]
-
-
-SWEEP = sweep()
-ALL_16_BITS = np.arange(0x10000, dtype=np.uint16)
-NANS = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
 
 
 # ---- decode ---------------------------------------------------------------------------------------------------------------
@@ -305,74 +293,3 @@ def test_power_of_two():
 def test_exponent_field():
     x = np.array([0, -0.0, 2.0**-149, 2.0**-126, 1, -1.5, 3.4e38, np.inf, np.nan], np.float32)
     assert codec.exponent_field(x).tolist() == [0, 0, 0, 1, 127, 127, 254, 255, 255]
-
-
-# ---- E8M0 -----------------------------------------------------------------------------------------------------------------
-
-
-def float_to_e8m0(bits):
-    """Transformer Engine's float_to_e8m0, as its source states it, for the bits of one float32 >= 0, inf or NaN."""
-    exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
-    if exponent == 0xFF:
-        return 0xFF if mantissa else 0xFE
-    if bits == 0:
-        return 0x00
-    if mantissa > 0 and exponent != 0xFE and not (exponent == 0 and mantissa <= 0x400000):
-        exponent += 1
-    return exponent
-
-
-POSITIVE = SWEEP[~np.signbit(SWEEP)]
-
-
-def test_e8m0_rp_equals_transformer_engine():
-    x = np.concatenate([POSITIVE, np.float32([np.nan])])
-    assert encode_e8m0(x, "rp").tolist() == [float_to_e8m0(int(bits)) for bits in x.view(np.uint32)]
-
-
-@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
-def test_e8m0_equals_the_definition(rounding):
-    """Against the list of powers of two: the smallest not below, the largest not above, or the nearer, ties up."""
-    powers = np.ldexp(1.0, np.arange(-127, 128))
-    edges = np.concatenate([powers, powers[:-1] * 1.5]).astype(np.float32)
-    edges = np.concatenate([edges, np.nextafter(edges, np.float32(0)), np.nextafter(edges, np.float32(np.inf))])
-    for x in (edges, POSITIVE):
-        a = x.astype(np.float64)
-        up = np.searchsorted(powers, a, side="left")
-        down = np.maximum(np.searchsorted(powers, a, side="right") - 1, 0)
-        nearest = np.searchsorted(powers[:-1] * 1.5, a, side="right")
-        expected = {"rp": up, "rz": down, "rn": nearest}[rounding]
-        assert_same_bits(encode_e8m0(x, rounding), np.minimum(expected, 254).astype(np.uint8))
-
-
-def same_rule(x):
-    """Where ml_dtypes and PyTorch round as "rn" does: not at 0 and above the range, nor where they round all between 2^-127
-    and 2^-126 up."""
-    return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
-
-
-def test_e8m0_rn_equals_ml_dtypes():
-    x = POSITIVE[same_rule(POSITIVE)]
-    assert len(x) > 160_000
-    assert_same_bits(encode_e8m0(x, "rn"), x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
-
-
-@pytest.mark.parametrize("producer", ["ml_dtypes", "torch"])
-def test_e8m0_rn_equals_the_recorded_casts(producer, golden):
-    x = golden.get("casts", "x__f32/input/bits")
-    recorded = golden.get("casts", f"x__f32/{producer}_e8m0/codes")
-    assert same_rule(x).sum() > 4000
-    assert_same_bits(encode_e8m0(x, "rn")[same_rule(x)], recorded[same_rule(x)])
-
-
-@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
-def test_e8m0_specials(rounding):
-    x = np.array([0, -0.0, 2.0**-149, 2.0**127, 3.4028235e38, np.inf, -1, -np.inf], np.float32)
-    assert encode_e8m0(x, rounding).tolist() == [0, 0, 0, 254, 254, 254, 255, 255]
-    assert encode_e8m0(NANS, rounding).tolist() == [255] * len(NANS)
-
-
-@pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
-def test_e8m0_round_trips(rounding):
-    codes = np.arange(255, dtype=np.uint8)
-    assert_same_bits(encode_e8m0(decode(codes, E8M0), rounding), codes)

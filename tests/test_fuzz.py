@@ -2,70 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import types
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzz_faults import SMALL, executed, one_bit, plant
 
 import fp4kit
-from fp4kit.cli import main
-from fp4kit.evidence import fuzz, fuzz_arrays, fuzz_processes, fuzz_replay
-from fp4kit.evidence.engines import Engine
-from fp4kit.evidence.fuzz_arrays import Array, View
-from fp4kit.evidence.fuzz_cases import OPERATIONS, Case, Options, Pool, draw
-from fp4kit.evidence.fuzz_check import Verdict, check
-from fp4kit.evidence.fuzz_print import script
+from fp4kit.evidence import fuzz, fuzz_arrays
+from fp4kit.evidence.fuzz_cases import OPERATIONS, Pool, draw
 from fp4kit.evidence.fuzz_recipes import CHANGES, Variant, draw_variant
-from fp4kit.evidence.fuzz_shrink import shrink
-from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
-
-SMALL = Pool(largest=1 << 12)
-
-
-class Away(np.ndarray):
-    """An array of another engine: NumPy's, but by its type."""
-
-
-@pytest.fixture
-def away(monkeypatch):
-    """An engine that computes as the specification does, on arrays of a type of its own."""
-    module = types.ModuleType("arrays_away")
-    module.asarray = lambda a: np.array(a).view(Away)
-    monkeypatch.setitem(sys.modules, "arrays_away", module)
-    return Engine(module)
-
-
-def is_away(value):
-    """Whether a call is one of the engine's."""
-    if isinstance(value, Quantized):
-        return isinstance(value.packed, Away)
-    return any(map(is_away, value)) if isinstance(value, (list, tuple)) else isinstance(value, Away)
-
-
-def plant(monkeypatch, name, fault):
-    """fault(right, *arguments, **options) in place of fp4kit.name, for the engine's calls; what takes it away again."""
-    right = getattr(fp4kit, name)
-
-    def wrong(first, *arguments, **options):
-        call = fault if is_away(first) else lambda function, *a, **o: function(*a, **o)
-        return call(right, first, *arguments, **options)
-
-    monkeypatch.setattr(fp4kit, name, wrong)
-    return lambda: monkeypatch.setattr(fp4kit, name, right)
-
-
-def executed(text):
-    """Run a reproduction; the message of its assertion, empty where it passes."""
-    try:
-        exec(compile(text, "reproduction", "exec"), {})
-    except AssertionError as error:
-        return str(error)
-    return ""
-
 
 # ---- the specification --------------------------------------------------------------------------------------------------
 
@@ -143,14 +90,6 @@ def test_a_pool_of_variants():
 
 
 # ---- planted faults -----------------------------------------------------------------------------------------------------
-
-
-def one_bit(right, x, *arguments, **options):
-    """The first code of a row that begins with a negative number."""
-    q = right(x, *arguments, **options)
-    if q.packed.size and np.signbit(np.moveaxis(np.asarray(x), q.axis, -1).astype(np.float32)).any():
-        q.packed.reshape(-1)[-1] ^= 1
-    return q
 
 
 def another_recipe(right, x, recipe, **options):
@@ -313,116 +252,3 @@ def test_a_guard_that_is_written_to_is_counted(step):
     assert fuzz_arrays.touched(g) == 3
     g.buffers[0][0][...] = 0
     assert fuzz_arrays.touched(g) == 2 * fuzz_arrays.MARGIN + 48 * (step - 1)
-
-
-# ---- shrinking and printing ---------------------------------------------------------------------------------------------
-
-
-def test_shrinking_is_greedy():
-    def simpler(n):
-        return (n // 2, n - 1)
-
-    assert shrink(1000, simpler, lambda n: n >= 37, 60) == 37
-    assert shrink(1000, simpler, lambda n: n >= 37, -1) == 1000
-
-
-@pytest.mark.parametrize("number", range(60))
-def test_programs_are_printed_as_they_run(number, away):
-    """Whole programs, executed: they pass as they passed, or raise what is refused."""
-    case, _ = draw(number, replace(SMALL, largest=1 << 10))
-    verdict = check(case, away)
-    assert not verdict.failed
-    whole = Verdict("written", step=10**6)  # every statement is printed
-    assert executed(script(case, whole, away)) == ""
-
-
-def test_values_are_written_out_where_they_are_few():
-    x = Array("ordinary", "bfloat16", (2, 32), 1, View.plain(2))
-    values = np.zeros((2, 32), fuzz_arrays.DTYPES["bfloat16"])
-    values[1, 3], values[0, 0] = 1.5, -0.0
-    case = Case("quantize", Variant("mxfp4-ocp"), (x.with_values(values),), -1, Options())
-    text = script(case, Verdict("differs", step=2), None)
-    assert "given('bfloat16', (2, 32), {0: 0x8000, 35: 0x3fc0})" in text
-    many = replace(case, arrays=(x.with_values(np.full((2, 64), 1.5, np.float32)),))
-    many = replace(many, arrays=(replace(many.x, dtype="float32"),))
-    assert f"'{'0000c03f' * 128}'" in script(many, Verdict("differs", step=2), None)
-    assert np.array_equal(fuzz_arrays.given("float32", (2, 64), "0000c03f" * 128), many.x.values())
-
-
-@pytest.mark.parametrize("kind", fuzz_arrays.VALUES)
-@pytest.mark.parametrize("shape", [(0,), (1,), (3, 33), (2, 0, 16), (2, 3, 4, 32)])
-def test_values_of_every_kind(kind, shape):
-    for name in ("uint8",) if "codes" in kind or kind == "bytes" else ("float32", "float16", "bfloat16"):
-        x = fuzz_arrays.drawn(kind, name, shape, 5)
-        assert x.shape == shape and (x.dtype == fuzz_arrays.DTYPES[name] or kind == "amaxes")
-        finite = np.isfinite(x.astype(np.float32))
-        assert finite.all() or kind not in (*fuzz_arrays.FINITE_KINDS, "codes", "bytes")
-
-
-def test_strided_places_values():
-    values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    view = View((2, 0, 1), (-1, 2, 3), 5)
-    x = fuzz_arrays.strided(values, view)
-    assert np.array_equal(x, values) and x.strides == (-24, 8, 144) and x.base is not None
-
-
-def test_agreement_compares_what_is_yielded(away):
-    def program(on):
-        yield "x", on.array(np.zeros(3, np.float32)) + (0 if on.host else 1)
-
-    with pytest.raises(AssertionError, match=r"differs: x: at \(0,\) 0x3f800000 instead of 0x0"):
-        fuzz_replay.agree(program, np, away.module)
-    fuzz_replay.agree(program, np)
-
-
-# ---- the command --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def without_gpu(monkeypatch):
-    monkeypatch.setattr(fuzz, "device_engine", lambda: (None, "no driver"))
-
-
-def test_the_command(without_gpu, capsys, tmp_path):
-    path = tmp_path / "report.json"
-    assert main(["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax", "--json", str(path)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("No GPU (no driver): the specification alone") and "12 cases, " in out and " 0 failures" in out
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
-
-
-def test_the_command_prints_a_failure(monkeypatch, capsys, away):
-    monkeypatch.setattr(fuzz, "device_engine", lambda: (away, "Away"))
-    restore = plant(monkeypatch, "quantize", one_bit)
-    assert main(["fuzz", "--cases", "30", "--operations", "quantize", "--recipes", "mxfp4"]) == 1
-    out = capsys.readouterr().out
-    arguments = out.partition("# fp4kit fuzz ")[2].partition("\n")[0].split()
-    assert arguments[0] == "--case" and arguments[2:] == ["--recipes", "mxfp4", "--operations", "quantize"]
-    assert main(["fuzz", *arguments]) == 1
-    assert "# differs: q: packed: at " in capsys.readouterr().out
-    restore()
-    assert main(["fuzz", *arguments]) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--operations", "pick"], "fuzz: operations holds ['pick']; needs some of quantize, "),
-        (["--recipes", "nvfp5"], "recipe: no recipe is called 'nvfp5'"),
-        (["--processes", "0"], "--processes is 0; needs 1 or more"),
-        (["--seed", "-1"], "--seed is -1; needs 0 or more"),
-    ],
-)
-def test_errors_of_the_command(arguments, message, without_gpu, capsys):
-    assert main(["fuzz", "--cases", "1", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_processes_draw_with_their_own_seeds():
-    work = fuzz_processes.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, False)
-    counted = []
-    report = fuzz_processes.run(work, 4, 2, lambda calls, failures: counted.append(calls))
-    assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []
-    singles = [fuzz.run(None, 600, seed, cases=5, pool=work.pool) for seed in (4, 5)]
-    assert report.total("values") == sum(single.total("values") for single in singles)

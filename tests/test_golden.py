@@ -6,6 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from recorded import groups
 
 import fp4kit
 from fp4kit.evidence import check as golden_check
@@ -14,7 +15,7 @@ from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
-from fp4kit.layouts import pad, shuffle_rows, swizzle_scales, unpack, unswizzle_scales
+from fp4kit.layouts import unpack
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode, encode
@@ -29,11 +30,6 @@ UNRECORDED = ("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-
 def typed(array):
     """bfloat16 arrays are stored as uint16."""
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
-
-
-def groups(golden, file, suffix):
-    """Prefixes of the keys of a file that end in suffix."""
-    return [key.removesuffix(suffix) for key in golden.keys(file) if key.endswith(suffix)]
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------------
@@ -147,66 +143,6 @@ def test_the_sign_of_zero_counts_and_that_of_nan_does_not(golden):
     assert result.differences == ()
     result = check_recipe("mxfp4-microxcaling-even", altered(golden, "microxcaling", key, negated(lambda a: a == 0)))
     assert [difference.differing for difference in result.differences] == [zeros]
-
-
-# ---- layouts --------------------------------------------------------------------------------------------------------------
-
-LAYOUT_SHAPES = ["1x1", "3x5", "8x4", "120x4", "128x4", "129x8", "200x16", "256x3", "300x33"]
-
-
-@pytest.mark.parametrize("shape", [*LAYOUT_SHAPES, "3x130x6"])
-def test_block_scale_interleave(shape, golden):
-    scales = golden.get("layouts", f"block_scale_interleave/{shape}/in")
-    swizzled = swizzle_scales(scales, "swizzled_128x4")
-    assert_same_bits(swizzled.reshape(-1), golden.get("layouts", f"block_scale_interleave/{shape}/out"))
-    assert_same_bits(unswizzle_scales(swizzled, "swizzled_128x4", scales.shape), scales)
-
-
-@pytest.mark.parametrize("layout", ["128x4", "8x4"])
-@pytest.mark.parametrize("shape", LAYOUT_SHAPES)
-def test_offsets_of_scales(shape, layout, golden):
-    """Scale (r, c) lies at the recorded offset, and nothing else but zeros is stored."""
-    offsets = golden.get("layouts", f"offset_{layout}/{shape}")
-    numbers = np.arange(1, offsets.size + 1).reshape(offsets.shape)
-    flat = swizzle_scales(numbers, f"swizzled_{layout}").reshape(-1)
-    assert np.array_equal(flat[offsets], numbers)
-    assert np.count_nonzero(flat) == numbers.size
-    rows = {"128x4": 128, "8x4": 8}[layout]
-    assert flat.size == -(-numbers.shape[0] // rows) * rows * -(-numbers.shape[1] // 4) * 4
-
-
-@pytest.mark.parametrize("M", [128, 256])
-@pytest.mark.parametrize("tile", [64, 128, 256])
-def test_shuffled_rows(M, tile, golden):
-    assert_same_bits(shuffle_rows(M, tile), golden.get("layouts", f"shuffle_matrix_a_rows/M{M}_tile{tile}"))
-
-
-def test_shuffled_scales(golden):
-    scales = golden.get("layouts", "shuffle_matrix_sf_a/in")
-    shuffled = swizzle_scales(scales[shuffle_rows(len(scales), 128)], "swizzled_128x4")
-    assert_same_bits(shuffled.reshape(-1), golden.get("layouts", "shuffle_matrix_sf_a/out_tile128"))
-
-
-def test_layouts_of_modelopt(golden):
-    prefixes = groups(golden, "modelopt", "/cutlass")
-    assert len(prefixes) == 9
-    for prefix in prefixes:
-        scales = golden.get("modelopt", f"{prefix}/scales")
-        swizzled = swizzle_scales(scales, "swizzled_128x4")
-        assert_same_bits(swizzled.reshape(-1), golden.get("modelopt", f"{prefix}/cutlass"), prefix)
-        assert_same_bits(swizzled, golden.get("modelopt", f"{prefix}/modelopt_swizzle"), prefix)
-        assert_same_bits(pad(scales, 16, 0), golden.get("modelopt", f"{prefix}/pad_row_scale"), prefix)
-        assert_same_bits(pad(pad(scales, 16, 0), 16), golden.get("modelopt", f"{prefix}/pad_row_col_scale"), prefix)
-
-
-def test_layouts_of_torchao(golden):
-    prefixes = groups(golden, "ao", "/to_blocked/input")
-    assert len(prefixes) == 11
-    for prefix in prefixes:
-        scales = golden.get("ao", f"{prefix}/to_blocked/input")
-        recorded = golden.get("ao", f"{prefix}/to_blocked/output")
-        assert_same_bits(swizzle_scales(scales, "swizzled_128x4").reshape(-1), recorded, prefix)
-        assert_same_bits(unswizzle_scales(recorded, "swizzled_128x4", scales.shape), scales, prefix)
 
 
 # ---- decoders -------------------------------------------------------------------------------------------------------------

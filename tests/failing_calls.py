@@ -1,0 +1,68 @@
+"""Calls of the public functions that the tests of errors change one thing of."""
+
+from dataclasses import replace
+
+import numpy as np
+from inputs import ORDINARY
+
+import fp4kit
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES
+
+X = ORDINARY[:32, :64]
+STACK = np.zeros((3, 16, 32), np.float32)
+NAN = float("nan")
+
+
+class OnDevice:
+    """An array on another device, as DLPack announces it; it cannot be read."""
+
+    def __init__(self, kind=2, index=0):
+        self.device = kind, index
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **_):
+        raise AssertionError("read before the devices were compared")
+
+
+class CudaArray:
+    __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (1, False), "version": 3}  # noqa: RUF012
+
+
+def quantize(recipe="nvfp4-te", x=X, out=None, **options):
+    return lambda: fp4kit.quantize(x, recipe, out=out() if callable(out) else out, **options)
+
+
+def fake(recipe="nvfp4-te", x=X, **options):
+    return lambda: fp4kit.fake_quantize(x, recipe, **options)
+
+
+def backward(grad=X, x=X, recipe="nvfp4-te", **options):
+    return lambda: fp4kit.fake_quantize_backward(grad, x, recipe, **options)
+
+
+def both(recipe="nvfp4-te", x=X, **options):
+    return lambda: fp4kit.quantize_both(x, recipe, **options)
+
+
+def dequantize(q=None, **options):
+    return lambda: fp4kit.dequantize(fp4kit.quantize(X, "nvfp4-te") if q is None else q, **options)
+
+
+def out(recipe="nvfp4-te", x=X, **changes):
+    """Makes a Quantized for the call's out, with changed fields."""
+    return lambda: replace(fp4kit.quantize(x, recipe), **changes)
+
+
+def quantized(recipe="mxfp4-ocp", **changes):
+    fields = {
+        "packed": np.zeros((4, 32), np.uint8), "block_scale": np.zeros((4, 2), np.uint8), "tensor_scale": None,
+        "tensor_amax": None, "shape": (4, 64), "dtype": np.float32, "axis": 1, "recipe": RECIPES[recipe],
+    }  # fmt: skip
+    return lambda: Quantized(**fields | changes)
+
+
+WAY_OUT = "convert it first, e.g. x.astype(np.float32), so that the rounding is yours"
+SAME_DEVICE = "all arrays of one call must be on one device; move them to one first"
