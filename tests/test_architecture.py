@@ -124,6 +124,18 @@ def test_files_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
 
 
+def arguments(node):
+    """How many arguments a function takes, but self."""
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
+    functions = ((path, node) for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef))
+    many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
+    assert many == {"quantize.quantize", "grouped.quantize_grouped", "grouped_plan.__init__"}
+
+
 def undocumented(path):
     """Public functions, classes and methods without a docstring; properties are nouns, and may go without."""
 

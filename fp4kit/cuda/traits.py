@@ -52,22 +52,13 @@ def has_table(r: Recipe) -> bool:
     return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
-def recipe_struct(
-    r: Recipe,
-    layout: str = "linear",
-    *,
-    fake: bool = False,
-    stochastic: bool = False,
-    sign_mask: int | None = None,
-) -> str:
-    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options."""
-    nan_code = r.element.nan_code if r.nan_code is None else r.nan_code
-    facts = {
+def _recipe_facts(r: Recipe) -> dict[str, object]:
+    """Constants of R that are the recipe's own fields."""
+    return {
         "int kBlock": r.block_size if r.block else 16,
         "int kBlockRows": r.block_rows,
         "int kScaleMax": r.scale_max,
-        "u32 kNanCode": nan_code,
-        "u32 kSignMask": sign_mask or 0,
+        "u32 kNanCode": r.element.nan_code if r.nan_code is None else r.nan_code,
         "bool kHasBlocks": r.block is not None,
         "bool kHasScales": r.scale is not None,
         "bool kHasTable": has_table(r),
@@ -81,14 +72,28 @@ def recipe_struct(
         "bool kFourOverSix": r.four_over_six is not None,
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kFastError": r.fast_error,
-        "bool kFake": fake,
-        "bool kStochastic": stochastic,
-        "bool kHadamard": sign_mask is not None,
         "AmaxNan kAmaxNan": f"AmaxNan::{r.amax_nan}",
         "Rounding kRounding": f"Rounding::{r.rounding}",
         "Sign kSign": f"Sign::{r.sign}",
-        "ScaleLayout kLayout": f"ScaleLayout::{layout}",
         "TensorScaling kTensorScaling": f"TensorScaling::{r.tensor_scaling}",
+    }
+
+
+def recipe_struct(
+    r: Recipe,
+    layout: str = "linear",
+    *,
+    fake: bool = False,
+    stochastic: bool = False,
+    sign_mask: int | None = None,
+) -> str:
+    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options."""
+    facts = _recipe_facts(r) | {
+        "u32 kSignMask": sign_mask or 0,
+        "bool kFake": fake,
+        "bool kStochastic": stochastic,
+        "bool kHadamard": sign_mask is not None,
+        "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
     names = [
