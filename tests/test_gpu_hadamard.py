@@ -1,5 +1,8 @@
 """The Hadamard transform on a GPU: codes and amaxes of every kind of runs are the CPU's, whichever way the sums go."""
 
+from importlib import import_module
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from host.cases_hadamard import KINDS, Hadamard
@@ -32,3 +35,14 @@ def test_amax_of_a_transform():
     x = np.random.default_rng(0).standard_normal((96, 128)).astype(BF16)
     q = fp4kit.quantize(cupy.asarray(x), "nvfp4-te", hadamard=True)
     assert float(q.tensor_amax) == np.abs(hadamard_blocks(x).astype(np.float32)).max()
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-4over6-mae-256", "mxfp8-te", "fp8-modelopt-channel", "int4-modelopt"])
+def test_rows_of_a_stack(name):
+    """Runs of 16 lie inside the rows, so the rows of a stack are joined: one launch, and no matrix of its own."""
+    x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)
+    engine = import_module("fp4kit.cuda.engine.quantize")
+    with patch.object(engine, "quantize_matrix", wraps=engine.quantize_matrix) as launched:
+        check(x, name, hadamard=True)
+    assert launched.call_count == 1
+    check(x[:, :, 0], name, hadamard="no_signs")

@@ -108,3 +108,27 @@ def test_ties_toward_zero(name, dtype) -> None:
     x = (x * np.exp2(-(np.arange(64) % 4))[:, None]).astype(dtype)
     everything(x, r)
     assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sign", ["signbit", "negative", "not_positive"])
+@pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
+def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
+    """Zeros of both signs, and elements whose codes are zeros, under a factor that divides."""
+    r = replace(RECIPES[name], sign=sign)
+    x = np.random.default_rng(4).standard_normal((32, 64)).astype(dtype)
+    x[:, ::5], x[:, 1::5], x[:, 2::5] = 0.0, -0.0, np.copysign(2.0**-20, x[:, 2::5])
+    everything(x, r)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [(1, 16), (2, 16), (16, 16)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 17, 33])
+def test_nan_in_every_other_element(rows, block, dtype) -> None:
+    """A row's NaN is its block's only where a block has no other row, whether or not those lie inside of the matrix."""
+    r = replace(RECIPES["nvfp4-flashinfer"], block=block)
+    x = np.random.default_rng(6).standard_normal((rows, 64)).astype(dtype)
+    x[0, 1:32:2], x[-1, 32::2], x[0, 48:] = np.nan, np.nan, 0
+    x[0, 49::2] = np.nan
+    everything(x, r)

@@ -327,3 +327,17 @@ def test_other_block_sizes(name, block):
 def test_an_alias_is_its_recipe(alias):
     assert_same_bits(fp4kit.quantize(ORDINARY, alias), fp4kit.quantize(ORDINARY, ALIASES[alias]))
     assert fp4kit.quantize(ORDINARY, alias).recipe is RECIPES[ALIASES[alias]]
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"])
+def test_each_expert_has_its_amax_alone(name):
+    """Experts come first: of three experts of two matrices each, matrices 0 and 1 are the first one's, in codes and in values."""
+    x, amax = ORDINARY[:96, :64].reshape(3, 2, 16, 64), np.array([3, 500, 0.25], np.float32)
+    for e in range(3):
+        alone = {"recipe": name, "tensor_amax": amax[e]}
+        assert_same_bits(fp4kit.fake_quantize(x, name, tensor_amax=amax)[e], fp4kit.fake_quantize(x[e], **alone))
+        if not fp4kit.recipe(name).fake_only:
+            q, single = fp4kit.quantize(x, name, tensor_amax=amax), fp4kit.quantize(x[e], **alone)
+            assert_same_bits(q.packed[e], single.packed)
+            assert_same_bits(q.tensor_scale[e], single.tensor_scale)
+            assert_same_bits(fp4kit.dequantize(q)[e], fp4kit.dequantize(single))

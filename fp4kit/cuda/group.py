@@ -181,8 +181,6 @@ class Group:
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[Launch]:
-        if self.recipe.fake_rule is not None and any(call.random is not None for call in self.calls):
-            raise ValueError(f"{self._op}: {self.recipe.id} rounds to nearest only; got rounding='stochastic'")
         cupy = interop.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)

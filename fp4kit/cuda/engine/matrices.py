@@ -38,7 +38,7 @@ def count(call: Call, work: Work, amax: Any) -> int:
     Raises Declined where a matrix would begin inside a group of a seed's random bytes.
     """
     shape = call.x.shape if work.columns else call.moved.shape
-    apart = work.layout != "linear" or work.columns or work.recipe.block_rows > 1 or work.mask is not None
+    apart = work.layout != "linear" or work.columns or work.recipe.block_rows > 1  # a transform along rows stays inside of them
     if len(shape) < 3 or not (apart or is_per_expert(amax, work.recipe)):
         return 1
     B = prod(shape[:-2])

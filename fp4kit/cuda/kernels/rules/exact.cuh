@@ -56,7 +56,7 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
       load(i, j, x);
       amax.add(x);
     }
-    largest = rows == 1 ? amax.result() : larger_of_rows<R>(largest, amax.result());
+    largest = R::kBlockRows == 1 ? amax.result() : larger_of_rows<R>(largest, amax.result());  // tall ones may have one row inside
   }
   return largest;
 }

@@ -1,0 +1,110 @@
+"""Which kernel takes which work, and how many thread blocks: every row of the table, and what the row before it must not take.
+
+A kernel is right under any grid, and several are right for one work, so no comparison of bytes sees a wrong row or grid.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from inputs import BF16
+
+from fp4kit.call.parse import Declined
+from fp4kit.cuda import geometry
+from fp4kit.cuda.ways import TABLE_LEAST, Work, way_of
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.hadamard import TE_SIGN_MASK
+
+F32 = np.dtype(np.float32)
+TE, SQUARE, SIX = "nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-448"
+LANES = replace(RECIPES["nvfp4-flashinfer-4over6-mse-448"], block=(16, 16))
+PIECES = 132 * 96  # thread blocks where each prepares something
+LARGE = (4096, 8192)
+
+
+def work(name, shape=LARGE, dtype=BF16, **options):
+    recipe = RECIPES[name] if isinstance(name, str) else name
+    return Work(recipe, dtype, shape, **options)
+
+
+# A work, its kernel, and its grid on 132 multiprocessors.
+CHOSEN = [
+    # fake: the producer's own arithmetic, only for values; 8 elements in 16 bytes, 2 runs a thread, 4 where each makes a table
+    (work("mxfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 2 // 256),
+    (work("nvfp4-modelopt-fake", values=True), "fake", 4096 * 8192 // 8 // 4 // 256),
+    (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake", 4096 * 8192 // 8 // 2 // 256),
+    (work("mxfp8-modelopt-fake", dtype=F32, values=True), "fake", 4096 * 8192 // 4 // 2 // 256),
+    (work("int4-qat", values=True), "fake", 4096 * 8192 // 8 // 2 // 256),
+    (work("mxfp4-microxcaling-even"), "quantize", None),
+    # quantize_patch: columns or square blocks, tiles of 128 x 256 bytes or 128 x 128, in whole bands of 2^shift tiles
+    (work(TE, columns=True), "quantize_patch", 32 * 64),
+    (work(TE, (130, 144), columns=True), "quantize_patch", 2 * 2),
+    (work(TE, (130, 144), F32, columns=True), "quantize_patch", 2 * 3),
+    (work(TE, (640, 48), columns=True), "quantize_patch", 8 * 1),  # five tiles in a band of eight
+    (work(TE, columns=True, mask=TE_SIGN_MASK), "quantize_patch", 32 * 64),
+    (work(SQUARE), "quantize_patch", 32 * 64),
+    (work(SQUARE, (130, 144)), "quantize_patch", 2 * 2),
+    (work(SQUARE, values=True), "quantize_patch", 32 * 64),
+    (work(TE, (64, 8 * 9), F32, columns=True), "quantize_patch", 1 * 2),
+    # quantize_table: 4over6 of many bfloat16 elements; at most one thread block a multiprocessor
+    (work(SIX), "quantize_table", 132),
+    (work("nvfp4-te-4over6-mae-256-2d"), "quantize_table", 132),
+    (work(SIX, (2, TABLE_LEAST // 2)), "quantize_table", 132),
+    # quantize_tile: the same of few elements, or where something else is asked for; other square blocks
+    (work(SIX, (2, TABLE_LEAST // 2 - 128)), "quantize_tile", 2 * 1024),
+    (work(SIX, dtype=F32), "quantize_tile", 132 * 16),
+    (work(SIX, values=True), "quantize_tile", 132 * 16),
+    (work(SIX, grouped=True), "quantize_tile", 132 * 16),
+    (work(LANES), "quantize_tile", 132 * 16),
+    (work(SQUARE, stochastic=True), "quantize_tile", 132 * 16),
+    (work(SQUARE, mask=0), "quantize_tile", 132 * 16),
+    (work(SQUARE, grouped=True), "quantize_tile", 132 * 16),
+    (work(SQUARE, (33, 528), stochastic=True), "quantize_tile", 3 * 3),  # 33 blocks beside each other, 16 a thread block
+    (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
+    # quantize_plain: no blocks, one long row
+    (work("fp8-modelopt"), "quantize_plain", 4096 * 8192 * 2 // (64 * 256)),
+    (work("fp8-modelopt", (3, 7)), "quantize_plain", 1),
+    (work("int8-modelopt-channel", (5, 1000)), "quantize_plain", 1),
+    (work("int8-modelopt", values=True, stochastic=False), "fake", None),
+    # quantize: blocks in a row; fewer thread blocks where each makes a table, and the padding of a layout is work, too
+    (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
+    (work(TE), "quantize", None),
+    (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
+    (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", PIECES),
+    (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
+    (work("mxfp4-ocp", (1, 8192), layout="swizzled_128x4"), "quantize", 128 * 8192 * 2 // (64 * 256)),
+    (work("mxfp4-ocp", stochastic=True), "quantize", 4096 * 8192 * 2 // (64 * 256)),
+    (work("mxfp4-ocp", mask=0), "quantize", 4096 * 8192 * 2 // (64 * 256)),
+    (work("mxfp4-ocp", values=True), "quantize", 4096 * 8192 // 8 // 2 // 256),
+    (work("nvfp4-modelopt-static", calibrated=True), "quantize", None),
+]
+
+
+@pytest.mark.parametrize(("work", "kernel", "blocks"), CHOSEN, ids=[f"{i}-{k}" for i, (_, k, _) in enumerate(CHOSEN)])
+def test_the_way_of_a_work(monkeypatch, work, kernel, blocks):
+    monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
+    way = way_of(work)
+    assert way.kernel == kernel
+    assert blocks is None or way.grid(work, 0) == blocks
+
+
+NONE = [
+    (work(replace(RECIPES[TE], block=(2, 64))), "blocks of 2x64 have no CUDA kernel; needs 16 columns or a multiple of 32"),
+    (work(replace(RECIPES[TE], block=(3, 16)), (48, 64)), "blocks of 3x16 have no CUDA kernel"),
+    (work(replace(RECIPES["mxfp4-ocp"], block=(1, 48)), (48, 96)), "blocks of 1x48 have no CUDA kernel"),
+    (work(replace(RECIPES["mxfp4-ocp"], block=(1, 8))), "blocks of 1x8 have no CUDA kernel"),
+    (work(TE, columns=True, stochastic=True), "have no CUDA kernel"),
+    (work(SQUARE, calibrated=True, stochastic=True), "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"),
+    (work(SIX, dtype=F32, calibrated=True), "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel"),
+    (work(replace(RECIPES["mxfp4-modelopt-fake"], block=(1, 8)), values=True), "blocks of 1x8 with fake_rule="),
+    (work(replace(RECIPES["mxfp4-modelopt-fake"], amax_nan="lanes"), values=True), "amax_nan='lanes' with fake_rule="),
+]
+
+
+@pytest.mark.parametrize(("work", "text"), NONE, ids=[text[:24] for _, text in NONE])
+def test_no_way(work, text):
+    with pytest.raises(Declined, match=re.escape(text)):
+        way_of(work)
