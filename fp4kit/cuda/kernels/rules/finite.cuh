@@ -53,7 +53,6 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
     y = mul_ftz(x, f.by);
   } else if constexpr (R::kDivide) {
     y = quotient_by(x, f.by, f.reciprocal);
-    if constexpr (R::kSign == Sign::signbit) y = float_of(bits_of(y) | (bits_of(x) & 0x80000000u));  // of -0 the fma loses it
   } else {
     y = x * (ShortWay<R, In>::kShrink ? f.by * (1.0f - 0x1p-20f) : f.by);
   }
