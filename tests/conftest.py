@@ -1,6 +1,7 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,9 @@ from fp4kit.evidence.golden import GoldenSet
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
 
+
+# JAX would take most of a GPU's memory, which workers and CuPy share.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
 LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_kernels_compile", "test_train_example")

@@ -14,6 +14,12 @@ def exhaustive(cases: Iterable[Any]) -> list[Any]:
     return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
+def half(cases: Iterable[Any]) -> list[Any]:
+    """Every other case in every run, the rest in an exhaustive one."""
+    cases = list(cases)
+    return cases[::2] + exhaustive(cases[1::2])
+
+
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
     """The names as parameters: the chosen ones in every run, the others in an exhaustive one."""
     names = list(names)

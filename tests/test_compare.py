@@ -74,7 +74,7 @@ def test_narrow_floats_compare_as_numbers(dtype) -> None:
         x = np.array([1.5, -3.0, np.inf, np.nan], dtype)
     else:
         dtype = np.dtype(dtype) if dtype == "float16" else np.dtype(getattr(ml_dtypes, dtype))
-        x = np.arange(256 ** dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
+        x = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}").view(dtype)
         x = x[:16] if "float4" in dtype.name else x[:64] if "float6" in dtype.name else x
     for wide in (np.float32, np.float64):
         with np.errstate(invalid="ignore"):  # signalling NaN

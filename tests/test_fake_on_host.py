@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from exhaustive import half
 from host.cases import F16, F32, Dequantize
 from host.cases_fake import Changed, Clip, Fake, Keep, Lanes, NanAmax
 from inputs import BF16
@@ -45,17 +46,17 @@ UNUSED = [
 ]
 
 
-@pytest.mark.parametrize("case", FAKE + VARIANTS, ids=str)
+@pytest.mark.parametrize("case", half(FAKE) + VARIANTS, ids=str)
 def test_fake_quantize(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", CLIP, ids=str)
+@pytest.mark.parametrize("case", half(CLIP), ids=str)
 def test_clip_gradient(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", [*KEEP, Changed()], ids=str)
+@pytest.mark.parametrize("case", [*half(KEEP), Changed()], ids=str)
 def test_requantize(host, case):
     host.check(case)
 
@@ -65,6 +66,6 @@ def test_decode_rules_that_no_recipe_of_the_table_has(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", NAN, ids=str)
+@pytest.mark.parametrize("case", half(NAN), ids=str)
 def test_amaxes_of_nan(host, case):
     host.check(case)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import cycle
 
 import pytest
-from exhaustive import by_default
+from exhaustive import by_default, half
 from host.cases import F16, F32
 from host.cases_partial import GroupedTranspose, Partial
 from inputs import BF16
@@ -33,12 +33,12 @@ TRANSPOSED = [
 TRANSPOSED += [GroupedTranspose(RECIPES["mxfp8-te-2d"], ((32, 96), (128, 128)))]
 
 
-@pytest.mark.parametrize("case", TRANSPOSED, ids=str)
+@pytest.mark.parametrize("case", half(TRANSPOSED), ids=str)
 def test_transpose(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", half(CASES), ids=str)
 def test_partial(host, case):
     host.check(case)
 

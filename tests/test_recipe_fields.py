@@ -248,5 +248,3 @@ def test_a_block_format_is_made_of_formats():
         BlockFormat("X", E2M1, "E8M0", 32)
     with pytest.raises(ValueError, match="BlockFormat X: block_size is 0; needs a positive int"):
         BlockFormat("X", E2M1, E8M0, 0)
-
-

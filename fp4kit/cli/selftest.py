@@ -31,9 +31,7 @@ def register(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="eight recipes and smaller tensors: less than 30 s on an H200")
-    parser.add_argument(
-        "--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)"
-    )
+    parser.add_argument("--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)")
     parser.set_defaults(func=_selftest)
 
 

@@ -103,6 +103,5 @@ def _reshape_clip_amax(amax: Any, call: Call) -> Any:
     if call.recipe.block and amax.size == rows * blocks:
         return amax.reshape(rows, blocks)
     raise ValueError(
-        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) "
-        f"or {(*lead, blocks)} (blocks)"
+        f"{call.op}: amax has shape {amax.shape}; x {call.x.shape} needs (), {lead} (rows) or {(*lead, blocks)} (blocks)"
     )

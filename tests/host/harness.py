@@ -37,6 +37,8 @@ MORE_BLOCKS = 3  # than there is work, in one of the launches
 IN_ARGUMENTS = 2**32 - 1
 SEEN_BY_SANITIZERS = ("buffer-overflow", "misaligned address")
 MULTIPROCESSORS = 2  # of the device that is played: few, so that the grid is smaller than the work
+
+
 class Instantiation(NamedTuple):
     """What loader.function is asked for: the stub's text, and the name of a kernel in it."""
 
