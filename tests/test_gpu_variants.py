@@ -133,3 +133,23 @@ def test_nan_in_every_other_element(rows, block, dtype) -> None:
     x[0, 1:32:2], x[-1, 32::2], x[0, 48:] = np.nan, np.nan, 0
     x[0, 49::2] = np.nan
     everything(x, r)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-256"])
+def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
+    """FlashInfer leaves a zero block early, with codes of 0; TE does not."""
+    r = replace(RECIPES[name], sign="not_positive")
+    x = np.random.default_rng(8).standard_normal((4, 64)).astype(np.float32)
+    x[0, :16], x[1, 16:32], x[2, 32:48] = 0.0, -0.0, 2.0**-149
+    everything(x, r)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+def test_products_that_round_to_seven(dtype) -> None:
+    """Under a given amax products pass 6; one just below 7 that is rounded to the dtype is 7, whose code would be the next."""
+    r = replace(RECIPES["nvfp4-modelopt-static"], round_scaled=True)
+    x = np.zeros((256, 16), dtype)
+    x[:, 3] = np.linspace(0.9, 1.4, 256).astype(dtype)
+    for amax in (1.0, 0.3, 3.7):
+        check(x, r, tensor_amax=np.float32(amax))

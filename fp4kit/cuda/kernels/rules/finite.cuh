@@ -32,9 +32,10 @@ struct ShortWay {
 template <class R, class In>
 FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
   using Way = ShortWay<R, In>;
-  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the quotient.
+  // |x| * by < 7 needs no clamp; NaN and infinity fail here, of either. The reciprocal's product is within 2^-22 of the quotient, and
+  // below 6.9 what is rounded to 8 or 11 bits again stays below 7.
   const float product = float_of(largest) * f.reciprocal;
-  bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < 6.99f;
+  bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
   if constexpr (R::kSign != Sign::signbit && Way::kHalf) {  // no product of an element underflows to a zero
     constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;

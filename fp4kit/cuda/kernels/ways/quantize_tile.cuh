@@ -49,7 +49,8 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   // |x| * factor < 7 needs no clamp; NaN and infinity fail here too.
   const bool is_short = amax[0] * maximum(six.factor, four.factor) < 6.99f && are_apart<R>(six, four, errors);
   const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
-  return {is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
+  constexpr bool kEarly = R::kFlush && R::kSign == Sign::not_positive;  // codes of 0 where the short way makes those of -0
+  return {kEarly ? is_short && !is_zero : is_short || is_zero, is_zero, is_four ? four_code : six_code, {factor, factor}};
   }
 }
 
