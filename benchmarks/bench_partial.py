@@ -32,6 +32,11 @@ def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
     return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}
 
 
+def tensor_amax_of(recipe: str) -> float | None:
+    """What is given for the whole matrix; None where a recipe has no tensor scale."""
+    return None if fp4kit.recipe(recipe).tensor_scaling == "none" else TENSOR_AMAX
+
+
 def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, recipe: str) -> None:
     """Raise AssertionError unless some rows, first and last among them, are those of the CPU; out was full of 0xEE."""
     M, K = shape
@@ -42,7 +47,7 @@ def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r
         part = amax[first // height : (first + rows) // height].get()
         expected = np.full((rows, out.shape[1]), 0xEE, np.uint8)
         mine = shard[a - start : b - start].get()
-        fp4kit.partial_cast(mine, expected, part, (rows, K), a - first * K, recipe, tensor_amax=TENSOR_AMAX)
+        fp4kit.partial_cast(mine, expected, part, (rows, K), a - first * K, recipe, tensor_amax=tensor_amax_of(recipe))
         assert_same_bits(out[first : first + rows].get(), expected, f"rows {first} ... of {shape} from {start}")
 
 
@@ -51,7 +56,7 @@ def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[i
     M = bench.size * bench.size // K // 64 * 64
     memory = bench.normal(dtype, (M * K + 8,))
     out = cp.empty((M, K // 2 if fp4kit.recipe(recipe).is_packed else K), np.uint8)
-    whole = cp.asarray(TENSOR_AMAX)
+    whole = None if tensor_amax_of(recipe) is None else cp.asarray(TENSOR_AMAX)
     for start, skip in offsets:
         shard = memory[skip : skip + M * K - start - (5 if start else 0)]
         amax = fp4kit.partial_amax(shard, (M, K), start, recipe)
