@@ -103,7 +103,17 @@ def kernels() -> Iterator[Kernel]:
         yield quantize_kernel(RECIPES[id], BF16, layout="swizzled_128x4")
     yield quantize_kernel(RECIPES["nvfp4-te-reference"], BF16, sign_mask=TE_SIGN_MASK)
     yield from (amax_kernel(dtype, hadamard) for dtype in (F32, BF16) for hadamard in (False, True))
+    yield from partial_kernels()
     yield from layout_kernels()
+
+
+def partial_kernels() -> Iterator[Kernel]:
+    """The kernels of shards."""
+    for id in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d"):
+        for dtype in (F32, BF16):
+            for file in ("partial_amax", "partial_cast"):
+                source = instantiation(file, recipe_struct(RECIPES[id]), Input=TYPES[dtype])
+                yield Kernel(f"{file}_kernel", id, str(dtype), "", source)
 
 
 def layout_kernels() -> Iterator[Kernel]:

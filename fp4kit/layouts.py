@@ -27,15 +27,15 @@ def _ceil_to(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def check_layout(layout: str) -> None:
-    """Raise ValueError unless layout is one of SCALE_LAYOUTS."""
+def check_layout(op: str, layout: str) -> None:
+    """Raise ValueError, which begins with op, unless layout is one of SCALE_LAYOUTS."""
     if layout not in SCALE_LAYOUTS:
-        raise ValueError(f"scale_layout: got {layout!r}; needs one of {', '.join(SCALE_LAYOUTS)}")
+        raise ValueError(f"{op}: scale_layout is {layout!r}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
 
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
-    check_layout(layout)
+    check_layout("padded_shape", layout)
     if layout == "linear":
         return tuple(shape)
     if len(shape) < 2:

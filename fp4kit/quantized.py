@@ -180,7 +180,7 @@ def _wanted(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> _Parts
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
     axis %= len(shape)
-    check_layout(layout)
+    check_layout("Quantized", layout)
     if shape[axis] % r.length_multiple:
         raise ValueError(f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}")
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])

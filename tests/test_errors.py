@@ -175,7 +175,7 @@ ERRORS = {
     # scale_layout, rounding, seed, hadamard
     "scale_layout": (
         quantize(scale_layout="swizzled"), ValueError,
-        "scale_layout: got 'swizzled'; needs one of linear, swizzled_128x4, swizzled_8x4",
+        "quantize: scale_layout is 'swizzled'; needs one of linear, swizzled_128x4, swizzled_8x4",
     ),
     "rounding": (
         quantize(rounding="up"), ValueError,

@@ -103,7 +103,7 @@ ERRORS = {
     ),
     "Quantized layout": (
         quantized(scale_layout="x"), ValueError,
-        "scale_layout: got 'x'; needs one of linear, swizzled_128x4, swizzled_8x4",
+        "Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4, swizzled_8x4",
     ),
     "Quantized packed": (
         quantized(packed=np.zeros((4, 64), np.uint8)), ValueError,
@@ -124,7 +124,7 @@ ERRORS = {
     # layouts
     "padded_shape": (
         lambda: layouts.padded_shape((4, 2), "128x4"), ValueError,
-        "scale_layout: got '128x4'; needs one of linear, swizzled_128x4, swizzled_8x4",
+        "padded_shape: scale_layout is '128x4'; needs one of linear, swizzled_128x4, swizzled_8x4",
     ),
     "unswizzle": (
         lambda: layouts.unswizzle_scales(np.zeros(500, np.uint8), "swizzled_128x4", (100, 3)), ValueError,

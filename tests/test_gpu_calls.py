@@ -95,7 +95,7 @@ WRONG_QUANTIZE = {
     "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 of a 2-d array; needs -2 to 1"),
     "axis as float": (lambda: {"axis": -1.0}, TypeError, "integer"),
     "layout": (lambda: {"scale_layout": "swizzled_128x4"}, ValueError, "out has scale_layout linear; needs swizzled_128x4"),
-    "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout: got 'swizzled'"),
+    "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout is 'swizzled'"),
     "rounding": (lambda: {"rounding": "up"}, ValueError, "rounding is 'up'"),
     "no seed": (lambda: {"rounding": "stochastic"}, ValueError, "stochastic rounding needs seed"),
     "seed": (lambda: {"seed": 1}, ValueError, "seed was given with rounding='nearest'"),

@@ -51,7 +51,7 @@ CASES += [(f, grouped(f, rounding="stochastic"), "xs[0]: stochastic rounding nee
 CASES += [(f, grouped(f, seed=1), "xs[0]: seed was given with rounding='nearest'") for f in QUANTIZERS]
 CASES += [
     ("quantize_grouped", grouped("quantize_grouped", hadamard="no"), "xs[0]: hadamard is 'no'; needs False, True or 'no_signs'"),
-    ("quantize_grouped", grouped("quantize_grouped", scale_layout="tiled"), "xs[0]: scale_layout: got 'tiled'"),
+    ("quantize_grouped", grouped("quantize_grouped", scale_layout="tiled"), "xs[0]: scale_layout is 'tiled'"),
     ("quantize_grouped", grouped("quantize_grouped", "mxfp4-modelopt-fake"), "xs[0]: mxfp4-modelopt-fake is a fake quantizer"),
     ("amax_grouped", lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1), "xs[1]: axis 1 of a 1-d array; needs -1 to 0"),
 ]  # fmt: skip

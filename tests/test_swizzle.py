@@ -80,7 +80,7 @@ def test_pad() -> None:
         (
             lambda: fp4kit.swizzle(np.zeros((2, 2), np.uint8), "128x4"),
             ValueError,
-            "scale_layout: got '128x4'; needs one of linear",
+            "scale_layout is '128x4'; needs one of linear",
         ),
         (lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]), TypeError, "swizzle: scales are float64; needs uint8 bit patterns"),
         (lambda: fp4kit.swizzle(np.zeros(2, np.uint8), TILED[0]), ValueError, "swizzle: scales are 1-d; needs (..., R, C)"),

@@ -27,7 +27,7 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 def numbered(op: str, i: int, text: str) -> str:
     """The text of a single call's error for tensor i of a grouped call."""
-    text = re.sub(r"^(?!scale_layout)\w+: ", "", text)  # the single function's name
+    text = re.sub(r"^\w+: ", "", text)  # the single function's name
     argument = _ARGUMENT.match(text)
     if argument is None:
         return f"{op}: xs[{i}]: {text}"

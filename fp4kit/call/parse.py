@@ -146,7 +146,7 @@ def with_options(call: Call, options: Options) -> Call:
 def check_codes(call: Call, layout: str) -> None:
     """The recipe must have codes, and x what the scale layout needs."""
     check.check_has_codes(call.op, call.recipe)
-    check_layout(layout)
+    check_layout(call.op, layout)
     if layout != "linear" and call.x.ndim < 2:
         raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
 

@@ -20,7 +20,7 @@ def swizzle(q_or_scales: Any, layout: str) -> Any:
     Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; NumPy or CuPy, as the scales are.
     Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
     """
-    layouts.check_layout(layout)
+    layouts.check_layout("swizzle", layout)
     if isinstance(q_or_scales, Quantized):
         q = q_or_scales
         _check_has_scales("swizzle", q)
@@ -44,7 +44,7 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
         return replace(q, block_scale=scales, scale_layout="linear")
     if layout is None or shape is None:
         raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
-    layouts.check_layout(layout)
+    layouts.check_layout("unswizzle", layout)
     scales, shape = _scales("unswizzle", q_or_scales, 0), tuple(shape)
     layouts.check_size(scales, layout, shape)
     return change_layout(scales, layout, "linear", shape).reshape(shape)

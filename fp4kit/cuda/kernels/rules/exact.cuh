@@ -87,14 +87,12 @@ FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], float factor, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
-  u32 codes[kRun];
-#pragma unroll
-  for (int i = 0; i < kRun; ++i) codes[i] = exact_code<R, In>(x[i], factor, bytes[i]);
 #pragma unroll
   for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
     words[w] = 0u;
 #pragma unroll
-    for (int i = w * kPerWord; i < kRun && i < (w + 1) * kPerWord; ++i) words[w] |= codes[i] << (kBits * (i % kPerWord));
+    for (int i = w * kPerWord; i < kRun && i < (w + 1) * kPerWord; ++i)
+      words[w] |= exact_code<R, In>(x[i], factor, bytes[i]) << (kBits * (i % kPerWord));
   }
 }
 

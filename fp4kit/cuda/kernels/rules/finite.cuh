@@ -24,7 +24,7 @@ struct ShortWay {
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
                                  !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
-  static constexpr bool kFewBits = kHalf && kPowerOfTwo && kE2m1 && !R::kRoundScaled && !R::kFlush && !R::kDivide;
+  static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
   static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
 
