@@ -35,8 +35,6 @@ FP4KIT_DEVICE void partial_place(const Arguments& a, Grid grid) {
 
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;
 
-extern "C" __global__ void __launch_bounds__(kThreads) partial_place_kernel(Arguments a) { partial_place<kWords>(a, whole_grid()); }
-
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_place_kernel(Group<Arguments> group) {
   for_each_piece(group, [](const Arguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });
 }
