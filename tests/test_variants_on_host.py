@@ -10,7 +10,19 @@ from host.cases_fake import Fake
 from host.cases_grouped import GroupedQuantize
 from host.cases_layouts import Transpose
 from host.cases_partial import Partial
-from host.cases_variants import E1M2, E2M1_BIAS0, E2M1_BIAS3, E3M0, E3M4, E4M3_IEEE, TeProduct, ZeroBlocks, of_elements, square
+from host.cases_variants import (
+    E1M2,
+    E2M1_BIAS0,
+    E2M1_BIAS3,
+    E3M0,
+    E3M4,
+    E4M3_IEEE,
+    Subnormal,
+    TeProduct,
+    ZeroBlocks,
+    of_elements,
+    square,
+)
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES
@@ -45,6 +57,11 @@ TIES_TOWARD_ZERO = [  # of elements that were rounded to the type of the input, 
 MINUS_ZERO = [  # a quotient by way of a reciprocal
     Quantize(replace(RECIPES["nvfp4-modelopt"], id="nvfp4-modelopt-signbit", sign="signbit"), d, fake=fake)
     for d, fake in ((F32, True), (BF16, True), (F32, False))
+]
+SIGNS = [("mxfp4-flashinfer", BF16), ("mxfp4-flashinfer", F16), ("nvfp4-flashinfer", BF16), ("mxfp8-flashinfer", BF16)]
+FLUSHED = [  # subnormal elements, whose sign their product has lost
+    Subnormal(replace(RECIPES[id], id=f"{id}-{sign}", sign=sign), d)
+    for (id, d), sign in zip(SIGNS, ("negative", "negative", "negative", "not_positive"), strict=True)
 ]
 SATURATED = [Quantize(RECIPES["mxfp8-flashinfer"], d, rounding=source) for d, source in ((BF16, "seed"), (F32, "bytes"))]
 
@@ -121,6 +138,11 @@ def test_ties_toward_zero(host, case):
 
 @pytest.mark.parametrize("case", MINUS_ZERO, ids=str)
 def test_quotients_of_minus_zero(host, case):
+    host.check(case)
+
+
+@pytest.mark.parametrize("case", FLUSHED, ids=str)
+def test_signs_of_flushed_elements(host, case):
     host.check(case)
 
 

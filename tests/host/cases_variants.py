@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import ml_dtypes
 import numpy as np
 from host.cases import Quantize, Result, device
 from host.cases_patch import Patch
@@ -48,6 +49,17 @@ class ZeroBlocks(Quantize):
 
     def matrix(self, kind: str) -> np.ndarray:
         return with_zeros(super().matrix(kind))
+
+
+@dataclass(frozen=True)
+class Subnormal(Quantize):
+    """Subnormal elements of both signs among ordinary ones."""
+
+    def matrix(self, kind: str) -> np.ndarray:
+        x = super().matrix(kind).copy()
+        tiny = np.finfo(x.dtype) if x.dtype.kind == "f" else ml_dtypes.finfo(x.dtype)
+        x[:, 3::8], x[:, 5::8] = tiny.smallest_subnormal * 8, -tiny.smallest_subnormal * 8
+        return x
 
 
 @dataclass(frozen=True)

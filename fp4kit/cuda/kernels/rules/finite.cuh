@@ -17,8 +17,9 @@ struct ShortWay {
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
   static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : R::kRounding == Rounding::rn || kShrink;
-  // -0 that rounding to float16 made is not told from what was one before.
-  static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || !R::kRoundScaled || In::kIsBfloat16;
+  // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was flushed to.
+  static constexpr bool kTold = (!R::kRoundScaled || In::kIsBfloat16) && !(kHalf && R::kFlush);
+  static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || kTold;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
