@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, NoReturn
@@ -12,10 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from fp4kit.formats import FLOATS
+from fp4kit.interop import import_arrays
 from fp4kit.layouts import check_layout, padded_shape
+from fp4kit.libraries import Library, library_of, numpy_dtype
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
+PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -35,9 +38,10 @@ class Quantized:
     shape, dtype: of x; float32, float16 or bfloat16. axis: the axis of x along which blocks run, stored as a non-negative number.
     recipe: a Recipe or an id. scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
 
-    All arrays are NumPy's, or CuPy's of one device. Raises TypeError for an array, dtype or recipe of another kind; ValueError
-    for another shape, for a part that the recipe has not or that is missing, for arrays of several devices and, on the host, for
-    negative tensor scales or amaxes and for NaN where the recipe's rule gives none. On a device values are not read.
+    All arrays are of one library and one device: NumPy's, CuPy's, PyTorch's or JAX's; dtype may be a dtype of theirs, and is kept
+    as NumPy's (or ml_dtypes'). Raises TypeError for an array, dtype or recipe of another kind; ValueError for another shape, for
+    a part that the recipe has not or that is missing, for arrays of several devices and, on the host, for negative tensor scales
+    or amaxes and for NaN where the recipe's rule gives none. On a device values are not read.
     """
 
     packed: Any
@@ -55,15 +59,27 @@ class Quantized:
         if type(self.recipe) is not Recipe:
             put(self, "recipe", find_recipe(self.recipe))
         put(self, "shape", _as_shape(self.shape))
-        put(self, "dtype", np.dtype(self.dtype))
+        put(self, "dtype", numpy_dtype("Quantized", self.dtype))
         if self.dtype not in FLOATS:
             raise TypeError(f"Quantized: dtype is {self.dtype}; needs float32, float16 or bfloat16, the dtype of x")
         axis, packed, scales, covered = _wanted(self.shape, operator.index(self.axis), self.recipe, self.scale_layout)
         put(self, "axis", axis)
+        library = library_of(self.packed)
+        if library is not None:
+            return self._check_parts_of(library)
         host = isinstance(self.packed, np.ndarray)
         self._check("packed", packed, host)
         self._check("block_scale", scales, host)
         self._check_tensor(covered, host)
+
+    def _check_parts_of(self, library: Library) -> None:
+        """The parts are arrays of one library, and what is needed of NumPy's or CuPy's holds for their memory."""
+        for name in PARTS:
+            array = getattr(self, name)
+            if array is not None and library_of(array) is not library:
+                kind = f"{type(array).__module__}.{type(array).__name__}"
+                raise TypeError(f"Quantized: {name} is a {kind}; needs an array of {library.name}, as packed is")
+        self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
         array = getattr(self, name)
@@ -129,6 +145,22 @@ class Quantized:
             if name == "tensor_amax" and not numbers and (np.isnan(array) & ~np.isnan(self.tensor_scale)).any():
                 raise ValueError(f"Quantized: {name} is NaN where tensor_scale is a number; None stands for an unknown amax")
 
+    def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
+        """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked again."""
+        parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
+        return assembled(**{**vars(self), **parts})
+
+    def parts(self) -> dict[str, Any]:
+        """The arrays by their names; None for those that are missing."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    def imported(self) -> Quantized:
+        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's."""
+        if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
+            return self
+        there = {name: array for name, array in self.parts().items() if array is not None}
+        return replace(self, **dict(zip(there, import_arrays("Quantized", **there), strict=True)))
+
     @property
     def moved_shape(self) -> tuple[int, ...]:
         """Shape of x with the quantized axis last."""
@@ -151,6 +183,13 @@ class Quantized:
             f"Quantized({self.recipe.id}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
             f"scale_layout={self.scale_layout!r}, {bits:.3g} bits a value)"
         )
+
+
+def assembled(**fields: Any) -> Quantized:
+    """A Quantized of what an engine made as it must be: nothing is checked."""
+    q = object.__new__(Quantized)
+    q.__dict__.update(fields)
+    return q
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:

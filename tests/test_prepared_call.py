@@ -85,7 +85,10 @@ def gpu(monkeypatch):
     monkeypatch.setattr(prepared_call, "_CALLS", {})
 
     def function(source, kernel, device):
-        return lambda grid, threads, arguments: state.log.append((kernel, source, grid, threads, arguments[0].tobytes()))
+        def launched(grid, threads, arguments, stream=None):
+            state.log.append((kernel, source, grid, threads, arguments[0].tobytes()))
+
+        return launched
 
     monkeypatch.setattr(loader, "function", function)
     caches = [f for m in (launch,) for f in vars(m).values() if hasattr(f, "cache_clear")]
@@ -304,13 +307,13 @@ def test_no_more_than_so_many_are_kept(gpu):
 
 
 UNUSUAL = {
-    "blocks along axis 0": ("mxfp4-ocp", Array((64, 64), BF16), {"axis": 0}),
+    "blocks along axis 0 of a stack": ("mxfp4-ocp", Array((64, 2, 64), BF16), {"axis": 0}),
+    "columns of a stack": ("mxfp4-ocp", Array((2, 64, 64), BF16), {"axis": 1}),
     "no elements": ("mxfp4-ocp", Array((0, 64), BF16), {}),
     "strided": ("mxfp4-ocp", Array(None, array=STRIDED), {}),
     "another device": ("mxfp4-ocp", Array((64, 64), BF16, device=1), {}),
     "amaxes of rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {}),
     "amaxes of experts": ("nvfp4-te", Array((2, 64, 64), BF16), {"amax": Array((2,))}),
-    "square blocks": ("nvfp4-te-2d", Array((64, 64), BF16), {}),
     "swizzled stack": ("mxfp4-ocp", Array((2, 64, 64), BF16), {"layout": "swizzled_128x4"}),
 }
 
@@ -320,8 +323,8 @@ def test_the_unusual_is_not_prepared(gpu, case):
     recipe, x, options = UNUSUAL[case]
     axis, layout = options.get("axis", x.ndim - 1), options.get("layout", "linear")
     call = Call("quantize", x, fp4kit.recipe(recipe), axis, x, options.get("amax"), layout=layout)
-    assert prepared_call.quantize(call) is None
-    assert prepared_call.fake_quantize(call, x) is None or layout != "linear"
+    assert prepared_call.quantize(call, x) is None
+    assert prepared_call.fake_quantize(call, x, x) is None or layout != "linear"
 
 
 def test_an_error_is_not_kept(gpu):

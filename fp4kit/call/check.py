@@ -56,7 +56,8 @@ def check_has_codes(op: str, recipe: Recipe) -> None:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
 
-def check_quantized(op: str, q: Any, name: str = "q") -> None:
-    """q must be a Quantized."""
+def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
+    """q, which must be a Quantized, with NumPy or CuPy arrays."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+    return q.imported()

@@ -8,7 +8,9 @@ import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.check import check_quantized
+from fp4kit.interop import import_arrays
 from fp4kit.layouts import padded_shape
+from fp4kit.libraries import library_of
 from fp4kit.quantized import Quantized, packed_shape, scale_shape
 
 ALIGNMENT = 16  # bytes: what a kernel stores at a time
@@ -22,6 +24,16 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
         raise ValueError(f"{op}: {name} is {out.dtype} {out.shape}; needs {np.dtype(dtype)} {tuple(shape)}")
     if not out.flags.writeable:
         raise ValueError(f"{op}: {name} is read-only; needs a writable array")
+
+
+def import_out(op: str, out: Any) -> Any:
+    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written to."""
+    library = library_of(out)
+    if library is not None and not library.is_mutable:
+        raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; leave out out")
+    if isinstance(out, Quantized):
+        return out.imported()
+    return out if library is None else import_arrays(op, out=out)[0]
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:

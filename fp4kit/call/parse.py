@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.call import check
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
-from fp4kit.call.outputs import check_quantized_out
+from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.interop import import_arrays, is_array
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import Quantized
@@ -96,7 +96,7 @@ def quantize_call(
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, given = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
-    call = with_options(call, options._replace(seed=given["seed"]))._replace(out=out)
+    call = with_options(call, options._replace(seed=given["seed"]))._replace(out=import_out(op, out))
     call = with_amaxes(call, given["tensor_amax"], given["block_amax"])
     if out is not None:
         check_quantized_out(call)

@@ -73,14 +73,18 @@ class Launch:
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[tuple[bytearray, _Struct]] = []  # memory that no thread is using, since the driver copied it
 
-    def __call__(self, *values: int) -> None:
+    def __call__(self, *values: int, stream: Any = None) -> None:
+        """stream: CuPy's current one if None."""
         try:
             free = self._free.pop()
         except IndexError:
             memory = bytearray(self._layout.size)
             free = memory, _Struct.of(memory)
         self._layout.pack_into(free[0], 0, *values, *self._sizes)
-        self._function(self._grid, self._block, (free[1],))
+        if stream is None:
+            self._function(self._grid, self._block, (free[1],))
+        else:
+            self._function(self._grid, self._block, (free[1],), stream=stream)
         self._free.append(free)
 
 

@@ -3,31 +3,35 @@
 The key of a call holds all that its checks and launches depend on: of each array its type, shape, dtype, strides, device and
 alignment, and every other argument. So a call with the key of one that went the full way, and was right, is right too. Only
 calls that are one launch on one whole matrix are kept; all others go the full way each time.
+Arrays are CuPy's, or tensors of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
-from typing import Any
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit import interop
 from fp4kit.call.parse import Call
 from fp4kit.cuda import launch
-from fp4kit.cuda.engine.matrices import work_of
-from fp4kit.cuda.engine.quantize import allocate
-from fp4kit.cuda.geometry import Launch, address, aligned
+from fp4kit.cuda import swizzle as swizzle_launcher
+from fp4kit.cuda import transpose as transpose_launcher
+from fp4kit.cuda.engine.matrices import count, work_of
+from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
-from fp4kit.cuda.ways import way_of
-from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
+from fp4kit.cuda.ways import Arguments, way_of
+from fp4kit.cuda.ways import find as find_way
+from fp4kit.layouts import padded_shape
+from fp4kit.libraries import torch_arrays
+from fp4kit.quantized import Quantized, assembled, packed_shape, scale_shape
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
-AMAX_BYTES = 4  # float32
+FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 Key = tuple[Hashable, ...]
 _CALLS: dict[Key, Callable[..., Any]] = {}
 
@@ -35,16 +39,17 @@ _CALLS: dict[Key, Callable[..., Any]] = {}
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
     """Key of a call of op, None if it cannot have one; and the prepared call, None where the call has to go the full way.
 
-    arrays: CuPy arrays, Quantized of them, or None for an array that is not given; any others make a call without a key.
-    others: all other arguments that a check depends on.
+    arrays: CuPy arrays or tensors of PyTorch on CUDA, Quantized of them, or None for an array that is not given; any others make
+    a call without a key. others: all other arguments that a check depends on.
     """
-    if arrays[0] is None:
+    if arrays[0] is None or type(arrays[0]) is np.ndarray:
         return None, None
     try:
-        facts = *map(_facts, arrays), *others, *map(type, others)
-        key = (op, interop.cupy().cuda.runtime.getDevice(), *facts)
+        facts = _cupy_facts if _is_cupy(arrays[0]) else torch_arrays.facts
+        found = [_facts(a, facts) for a in arrays]
+        key = (op, interop.cupy().cuda.runtime.getDevice(), *found, *others, *map(type, others))
         return key, _CALLS.get(key)
-    except (AttributeError, TypeError):  # no CuPy array, or an argument that cannot be hashed
+    except (AttributeError, TypeError, RuntimeError):  # no array of a GPU, one without memory, or an argument without a hash
         return None, None
 
 
@@ -57,13 +62,17 @@ def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
     _CALLS[key] = call
 
 
-def _facts(a: Any) -> Hashable:
-    """What checks and launches depend on, of an array. TypeError for what is no CuPy array."""
+def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
+    """What checks and launches depend on, of an array; facts: of those of one library, TypeError for others."""
     if a is None:
         return None
     if type(a) is Quantized:
-        parts = map(_facts, (a.packed, a.block_scale, a.tensor_scale, a.tensor_amax))
+        parts = (_facts(part, facts) for part in (a.packed, a.block_scale, a.tensor_scale, a.tensor_amax))
         return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, *parts
+    return facts(a)
+
+
+def _cupy_facts(a: Any) -> Hashable:
     kind = type(a)
     if kind.__module__ != "cupy":
         raise TypeError(kind)
@@ -71,111 +80,251 @@ def _facts(a: Any) -> Hashable:
     return kind, a.shape, a.dtype, a.strides, memory.ptr % 16, memory.device_id
 
 
-def _one_matrix(x: Any, axis: int, r: Recipe, layout: str, amax: Any) -> tuple[int, int] | None:
-    """Shape of x as the one matrix, read where it is, that a single launch takes under one tensor scale; None if it is none."""
-    whole = x.size and axis == x.ndim - 1 and x.flags.c_contiguous and x.device.id == interop.cupy().cuda.runtime.getDevice()
-    plain = r.block_rows == 1 and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
-    joined = x.ndim <= 2 or layout == "linear"
-    return (x.size // x.shape[-1], x.shape[-1]) if whole and plain and joined else None
+def _is_cupy(a: Any) -> bool:
+    return type(a.packed if type(a) is Quantized else a).__module__ == "cupy"
 
 
-def _amax(call: Call) -> Launch | None:
-    """Launch for the tensor amax that the call does not give; None where it does, or needs none."""
+class Memory(NamedTuple):
+    """How a prepared call handles the arrays of a library: where they are, new ones, and the stream of its launches.
+
+    empty, zeros: of a shape and a NumPy dtype. clear: makes a float32 0. stream(): None for CuPy's current one.
+    """
+
+    address: Callable[[Any], int]
+    empty: Callable[[tuple[int, ...], np.dtype], Any]
+    zeros: Callable[[tuple[int, ...], np.dtype], Any]
+    clear: Callable[[Any, Any], None]
+    stream: Callable[[], Any]
+
+    def address_of(self, a: Any) -> int:
+        """Pointer of an array, 0 for None."""
+        return 0 if a is None else self.address(a)
+
+
+def memory_of(a: Any) -> Memory:
+    """Of a CuPy array or a tensor of PyTorch."""
+    return _cupy_memory() if _is_cupy(a) else _torch_memory(a.device)
+
+
+def _cupy_memory() -> Memory:
+    cupy = interop.cupy()
+    clear = lambda a, stream: a.data.memset_async(0, FLOAT32.itemsize)  # noqa: E731
+    return Memory(lambda a: a.data.ptr, cupy.empty, cupy.zeros, clear, lambda: None)
+
+
+@cache
+def _torch_memory(device: Any) -> Memory:
+    empty, zeros = (partial(torch_arrays.new, name, device) for name in ("empty", "zeros"))
+    set_to = interop.cupy().cuda.runtime.memsetAsync
+    clear = lambda a, stream: set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)  # noqa: E731
+    return Memory(lambda a: a.data_ptr(), empty, zeros, clear, partial(torch_arrays.stream_of, device))
+
+
+class Result(NamedTuple):
+    """The Quantized that a call makes: fields, and shapes of codes, scales (None without) and the tensor scale (None without)."""
+
+    fields: dict[str, Any]
+    packed: tuple[int, ...]
+    scales: tuple[int, ...] | None
+    tensor_scale: tuple[int, ...] | None
+    is_padded: bool
+
+    @classmethod
+    def of(cls, call: Call, axis: int) -> Result:
+        """Of a call, with blocks along an axis."""
+        shape, r = call.x.shape, call.recipe
+        moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+        scales = None if r.scale is None else padded_shape(scale_shape(moved, r), call.layout)
+        fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
+        tensor = None if r.tensor_scaling == "none" else () if call.tensor_amax is None else call.tensor_amax.shape
+        return cls(fields, packed_shape(moved, r), scales, tensor, call.layout != "linear")
+
+    def make(self, memory: Memory, amax: Any) -> Quantized:
+        """A new one, with this amax."""
+        scales = None if self.scales is None else (memory.zeros if self.is_padded else memory.empty)(self.scales, UINT8)
+        decode = None if self.tensor_scale is None else memory.empty(self.tensor_scale, FLOAT32)
+        packed = memory.empty(self.packed, UINT8)
+        if amax is not None and amax.shape != self.tensor_scale:
+            amax = amax.reshape(self.tensor_scale)
+        return assembled(packed=packed, block_scale=scales, tensor_scale=decode, tensor_amax=amax, **self.fields)
+
+
+def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
+    """Whether an array is read where it is, on the current device, under at most one tensor scale."""
+    return _is_whole_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
+
+
+def _finding(call: Call) -> Launch | None:
+    """What finds the tensor amax that a call does not give; None where it does, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
     return launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
 
 
+_ADDRESSES = ("x", "packed", "scales", "tensor_scale", "column_packed", "column_scales", "column_tensor_scale", "tensor_amax",
+              "amax_out", "values")  # fmt: skip
+
+
+def _order(arguments: Arguments) -> tuple[int, ...]:
+    """For each argument of a kernel before the sizes, where its address stands among _ADDRESSES; one further is 0."""
+    known = {name: i for i, name in enumerate(_ADDRESSES)}
+    return tuple(known.get(name, len(_ADDRESSES)) for name in (*arguments.pointers, *arguments.words))
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """quantize of one matrix, into out or what allocate(tensor_amax) gives."""
+    """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both."""
 
-    quantize: Launch
-    amax: Launch | None
-    allocate: Callable[[Any], Quantized]
+    memory: Memory
+    finding: Launch | None
+    launch: Launch
+    order: tuple[int, ...]
+    row: Result | None
+    column: Result | None
 
-    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Quantized:
-        at, amax = x.data.ptr, given
-        if self.amax is not None:
-            amax = _new_amax() if out is None else out.tensor_amax
-            _find_amax(self.amax, at, amax.data)
-        if out is None:
-            out = self.allocate(None if amax is None else amax.reshape(()))
-        scales, decode = address(out.block_scale), address(out.tensor_scale)
-        amax_at, target = address(amax), address(out.tensor_amax)
-        copy = 0 if target == amax_at else target  # by the kernel: a copy costs as much of the host's time as a launch
-        self.quantize(at, out.packed.data.ptr, scales, 0, amax_at, decode, 0, 0, copy, 0, 0)
-        return out
-
-
-def _new_amax() -> Any:
-    return interop.cupy().empty((), np.float32)
-
-
-def _find_amax(find: Launch, x: int, amax: Any) -> None:
-    amax.memset_async(0, AMAX_BYTES)
-    find(x, amax.ptr)
+    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
+        memory = self.memory
+        address, stream = memory.address_of, memory.stream()
+        at, amax = address(x), given
+        if self.finding is not None:
+            amax = memory.empty((), FLOAT32) if out is None else out.tensor_amax
+            memory.clear(amax, stream)
+            self.finding(at, address(amax), stream=stream)
+        row, column = (None if part is None else out or part.make(memory, amax) for part in (self.row, self.column))
+        addresses = [at, *_parts(row, address), *_parts(column, address), address(amax)]
+        copy = 0 if out is None or out.tensor_amax is amax else address(out.tensor_amax)
+        addresses += (0 if copy == addresses[-1] else copy, 0, 0)  # by the kernel: a copy costs as much as a launch
+        self.launch(*[addresses[i] for i in self.order], stream=stream)
+        return (row, column) if row is not None and column is not None else row or column
 
 
-def quantize(call: Call) -> QuantizeCall | None:
-    """What repeats a call of nearest rounding, without Hadamard transform or block amaxes."""
-    if _one_matrix(call.x, call.axis, call.recipe, call.layout, call.tensor_amax) is None:
+def _parts(q: Quantized | None, address: Callable[[Any], int]) -> tuple[int, int, int]:
+    return (0, 0, 0) if q is None else (address(q.packed), address(q.block_scale), address(q.tensor_scale))
+
+
+def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
+    """What repeats a call of nearest rounding, without Hadamard transform or block amaxes, on x as the caller gave it.
+
+    both: of quantize_both, by its call for the columns.
+    """
+    last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
+    work = work_of(call, columns=columns)
+    way = find_way(work) if columns or call.axis == last else None
+    if way is None or not _is_one_matrix(call.x, call.recipe, call.tensor_amax) or count(call, work, call.tensor_amax) != 1:
         return None
-    work = work_of(call)
-    found = launch_by(way_of(work), work, is_whole(Matrix(call.x), work), call.x.device.id)
-    like = SimpleNamespace(shape=call.x.shape, dtype=call.x.dtype)  # of the memory of x, nothing is kept
-    kept = call._replace(x=like, moved=like, tensor_amax=None, out=None)
-    return QuantizeCall(found, _amax(call), partial(allocate, kept))
+    if call.out and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
+        return None
+    found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
+    results = Result.of(call, last) if both or not columns else None, Result.of(call, call.axis) if columns else None
+    return QuantizeCall(memory_of(x), _finding(call), found, _order(way.arguments), *results)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
     """fake_quantize of one matrix."""
 
-    fake: Launch
-    amax: Launch | None
-    empty: Callable[..., Any]
+    memory: Memory
+    finding: Launch | None
+    launch: Launch
+    order: tuple[int, ...]
+    dtype: np.dtype
 
     def __call__(self, x: Any, given: Any) -> Any:
-        at, values = x.data.ptr, self.empty(x.shape, x.dtype)
-        if self.amax is not None:
-            given = _new_amax()
-            _find_amax(self.amax, at, given.data)
-        self.fake(at, 0, 0, values.data.ptr, address(given), 0, 0, 0, 0, 0, 0)
+        memory = self.memory
+        address, stream = memory.address_of, memory.stream()
+        at, values = address(x), memory.empty(x.shape, self.dtype)
+        if self.finding is not None:
+            given = memory.empty((), FLOAT32)
+            memory.clear(given, stream)
+            self.finding(at, address(given), stream=stream)
+        addresses = [at, 0, 0, 0, 0, 0, 0, address(given), 0, address(values), 0]
+        self.launch(*[addresses[i] for i in self.order], stream=stream)
         return values
 
 
-def fake_quantize(call: Call, values: Any) -> FakeQuantizeCall | None:
-    """What repeats a call of nearest rounding and without block amaxes, whose result was `values`."""
-    if _one_matrix(call.x, call.axis, call.recipe, "linear", call.tensor_amax) is None:
-        return None
+def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
+    """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was `values`."""
     work = work_of(call, values=True)
-    found = launch_by(way_of(work), work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
-    return FakeQuantizeCall(found, _amax(call), interop.cupy().empty)
+    one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
+    if not one or count(call, work, call.tensor_amax) != 1:
+        return None
+    way = way_of(work)
+    found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
+    return FakeQuantizeCall(memory_of(x), _finding(call), found, _order(way.arguments), call.x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
     """dequantize of one matrix."""
 
-    dequantize: Launch
+    memory: Memory
+    launch: Launch
     dtype: np.dtype
-    empty: Callable[..., Any]
 
     def __call__(self, q: Quantized, out: Any) -> Any:
-        values = self.empty(q.shape, self.dtype) if out is None else out
-        scales, tensor_scale, amax = map(address, (q.block_scale, q.tensor_scale, q.tensor_amax))
-        self.dequantize(q.packed.data.ptr, scales, values.data.ptr, tensor_scale, amax)
+        address = self.memory.address_of
+        values = self.memory.empty(q.shape, self.dtype) if out is None else out
+        addresses = map(address, (q.packed, q.block_scale, values, q.tensor_scale, q.tensor_amax))
+        self.launch(*addresses, stream=self.memory.stream())
         return values
 
 
-def dequantize(q: Quantized, values: Any) -> DequantizeCall | None:
-    """The call that gave `values`, in its out or new."""
+def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
+    """The call that gave `values`, in its out or new; like: codes as the caller gave them."""
     r = q.recipe
-    shape = _one_matrix(values, q.axis, r, q.scale_layout, q.tensor_scale)
+    one = _is_one_matrix(values, r, q.tensor_scale) and q.axis == len(q.shape) - 1
+    joined = values.ndim <= 2 or q.scale_layout == "linear"
     codes = [a for a in (q.packed, q.block_scale) if a is not None]
-    if shape is None or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
+    if not one or not joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
         return None
-    call = launch.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
-    return DequantizeCall(call, values.dtype, interop.cupy().empty)
+    shape = values.size // values.shape[-1], values.shape[-1]
+    found = launch.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
+    return DequantizeCall(memory_of(like), found, values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCall:
+    """transpose or swizzle of a Quantized: other arrays of codes, of scales, and fields that differ."""
+
+    memory: Memory
+    launch: Launch
+    packed: tuple[int, ...] | None  # shapes; None: q's own codes
+    scales: tuple[int, ...]
+    fields: dict[str, Any]
+
+    def __call__(self, q: Quantized) -> Quantized:
+        empty, address = self.memory.empty, self.memory.address_of
+        new = {"block_scale": empty(self.scales, UINT8)}
+        if self.packed is not None:
+            new["packed"] = empty(self.packed, UINT8)
+        names = ("packed", "block_scale") if self.packed is not None else ("block_scale",)
+        addresses = [address(getattr(q, name)) for name in names] + [address(new[name]) for name in names]
+        self.launch(*addresses, stream=self.memory.stream())
+        return assembled(**{**vars(q), **self.fields, **new})
+
+
+def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
+    """The call that gave `result`; like: codes as the caller gave them."""
+    if not _is_whole_here(q.packed, q.block_scale):
+        return None
+    *lead, M, K = q.moved_shape
+    arrays = (q.packed, q.block_scale, q.recipe, q.scale_layout, result.packed, result.block_scale)
+    found = transpose_launcher.launch_of(*arrays, (prod(lead), M, K))
+    shapes = result.packed.shape, result.block_scale.shape
+    return MoveCall(memory_of(like), found, *shapes, {"axis": result.axis})
+
+
+def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
+    """The same of a change of the scales' layout."""
+    if not _is_whole_here(q.block_scale) or q.scale_layout == result.scale_layout:
+        return None
+    *lead, R, C = q.scale_shape
+    found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C))
+    return MoveCall(memory_of(like), found, None, result.block_scale.shape, {"scale_layout": result.scale_layout})
+
+
+def _is_whole_here(*arrays: Any) -> bool:
+    """Whether arrays are read where they are, on the current device."""
+    device = interop.cupy().cuda.runtime.getDevice()
+    return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

@@ -34,6 +34,10 @@ def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, 
 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
     """Contiguous scales in a layout into out in layout `target`, another one; shape: the linear one, (B, R, C)."""
+    launch_of(scales, layout, out, target, shape)(scales.data.ptr, out.data.ptr)
+
+
+def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
+    """The launch for such arrays; called with their addresses."""
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
-    launch = _launch(layout, target, quads, max(scales.size, out.size), shape, out.device.id)
-    launch(scales.data.ptr, out.data.ptr)
+    return _launch(layout, target, quads, max(scales.size, out.size), shape, out.device.id)

@@ -44,9 +44,14 @@ def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape:
 
 def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
     """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
-    whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
-    launch = _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
+    launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
+
+
+def launch_of(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> Launch:
+    """The launch for such arrays; called with their addresses."""
+    whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
+    return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
 
 
 def moves(

@@ -9,10 +9,12 @@ import numpy as np
 from fp4kit.call import check
 from fp4kit.call.parse import array_call
 from fp4kit.interop import import_arrays
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.recipes import Recipe
 
 
+@comes_home
 def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.ndarray:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 

@@ -160,8 +160,8 @@ def _name(name: str, a: Any) -> str:
 def on_host(name: str, a: Any) -> Any:
     """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation: argument"."""
     if isinstance(a, Quantized):
-        parts = {part: getattr(a, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
-        return replace(a, **{part: array.get() for part, array in parts.items() if hasattr(array, "get")})
+        a = a.imported()
+        return a if isinstance(a.packed, np.ndarray) else a.with_parts(lambda array: array.get())
     operation, _, argument = name.partition(": ")
     (array,) = import_arrays(operation, **{argument: a})
     return array if isinstance(array, np.ndarray) else array.get()

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call import check
-from fp4kit.call.outputs import check_values_out
+from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.cuda import prepared
 from fp4kit.formats import FLOATS
+from fp4kit.libraries import comes_home, numpy_dtype
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 
@@ -33,12 +34,19 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     key, repeat = prepared.find("dequantize", (q, out), dtype)
     if repeat is not None:
         return repeat(q, out)
-    check.check_quantized("dequantize", q)
-    wanted = np.dtype(q.dtype if dtype is None else dtype)
+    return _dequantize(q, dtype, key, out=out)
+
+
+@comes_home
+def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
+    """The full way, which leaves a prepared call under the key."""
+    like = q
+    q, out = check.check_quantized("dequantize", q), import_out("dequantize", out)
+    wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
     if wanted not in FLOATS:
         raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)
     if key is not None:
-        prepared.keep(key, prepared.dequantize(q, values))
+        prepared.keep(key, prepared.dequantize(q, like.packed, values))
     return values

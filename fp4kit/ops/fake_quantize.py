@@ -10,6 +10,7 @@ from fp4kit import interop
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.cuda import prepared
+from fp4kit.libraries import comes_home, library_of
 from fp4kit.ops.engines import run
 from fp4kit.quantized import scale_shape
 from fp4kit.recipes import Recipe
@@ -40,10 +41,16 @@ def fake_quantize(
         return repeat(x, tensor_amax)
     check_rounding("fake_quantize", find_recipe(recipe), rounding, seed)
     options = Options(rounding=rounding, seed=seed)
-    call = fake_call("fake_quantize", x, recipe, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)
+    return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)
+
+
+@comes_home
+def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: Any, **given: Any) -> Any:
+    """The full way, which leaves a prepared call under the key."""
+    call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)
     if key is not None:
-        prepared.keep(key, prepared.fake_quantize(call, values))
+        prepared.keep(key, prepared.fake_quantize(call, x, values))
     return values
 
 
@@ -55,6 +62,7 @@ def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
         raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
 
 
+@comes_home
 def fake_quantize_backward(
     grad: Any, x: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> np.ndarray:
@@ -74,7 +82,7 @@ def fake_quantize_backward(
     call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
     limit = clip_amax(call, given)
     if pass_through or not call.grad.size:
-        return call.grad
+        return grad if library_of(grad) else call.grad
     if limit is None:
         limit = _reshape_clip_amax(run(call.op, "clip_amax", call.x, call), call)
     return run(call.op, "clip", call.x, call, limit)

@@ -14,6 +14,7 @@ from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.engine.amax import amax_rows, by_blocks, reduced_rows
 from fp4kit.cuda.group import AmaxRows
 from fp4kit.cuda.group import amaxes as device_amaxes
+from fp4kit.libraries import comes_home
 from fp4kit.ops.amax import amax as single_amax
 from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
@@ -22,6 +23,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
 
+@comes_home
 def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> list[Any]:
     """[amax(x, recipe, axis=axis) for x in xs]; on a GPU in one launch, whose results are views of one vector, unless
     a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
@@ -87,6 +89,7 @@ def fake_quantize_grouped(
     return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 
 
+@comes_home
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:

@@ -15,6 +15,7 @@ from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call
 from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.group import Group, cut
 from fp4kit.interop import import_arrays, is_array
+from fp4kit.libraries import Home, of_plan
 from fp4kit.ops.engines import run
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_backward
 from fp4kit.quantized import Quantized
@@ -131,6 +132,11 @@ class GroupedPlan:
         new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
         values = {name: given.value for name, given in self._given.items()}
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
+        self._home = Home(values["xs"])
+        with self._home.entered():
+            self._make(values)
+
+    def _make(self, values: dict[str, Any]) -> None:
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._given = {name: Given.of(value) for name, value in values.items()}
@@ -164,6 +170,7 @@ class GroupedPlan:
         return Group(each(self._op, check_one, self._calls), moved)
 
     @property
+    @of_plan
     def amax_vector(self) -> Any:
         """The amaxes of all tensors in one float32 vector, as the latest call computed them; None where they are given.
 
@@ -173,12 +180,16 @@ class GroupedPlan:
             return self._vector
         return self._group.vector if self._group.computes_amaxes else None
 
+    @of_plan
     def amax(self, xs: Any = None) -> list[Any]:
         """What tensor scales are made from, of each tensor: float32 (), one per row or one per block; None without any.
 
         Computed now, into amax_vector, in one launch on a GPU; or as given.
         """
         self._check_unchanged("amax", xs)
+        return self._amax_now()
+
+    def _amax_now(self) -> list[Any]:
         if self._group is not None:
             return list(self._group.amax())
         if self._vector is None:
@@ -187,6 +198,7 @@ class GroupedPlan:
             amax[...] = compute_tensor_amax(call.moved, self.recipe, call.mask)
         return list(self._amaxes)
 
+    @of_plan
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
         """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
         self._check_unchanged("quantize", xs)
@@ -198,6 +210,7 @@ class GroupedPlan:
         self._codes = [run(self._op, "quantize", c.x, c._replace(out=out)) for c, out in zip(calls, outs, strict=True)]
         return list(self._codes)
 
+    @of_plan
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
         """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
         self._check_unchanged("fake_quantize", xs)
@@ -216,6 +229,7 @@ class GroupedPlan:
                 target[...] = value
         return list(self._values)
 
+    @of_plan
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
         """[fake_quantize_backward(g, x, amax=a) for each]: grads themselves, or clipped where |x| is above the plan's amaxes.
 
@@ -245,7 +259,7 @@ class GroupedPlan:
         """The calls, with their amaxes: given, or in amax_vector; NaN is computed anew, because it cannot be given."""
         given = [call.tensor_amax for call in self._calls]
         if self._vector is not None:
-            given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self.amax()]
+            given = list(self._amaxes) if keep else [None if np.isnan(a).any() else a for a in self._amax_now()]
         return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, given)
 
     def _check_unchanged(self, method: str, xs: Any) -> None:

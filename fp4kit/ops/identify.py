@@ -72,7 +72,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for a table. Raises ValueError if the shapes differ; TypeError as quantize does.
     """
-    check.check_quantized("identify", q)
+    q = check.check_quantized("identify", q)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")

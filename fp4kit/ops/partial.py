@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.amaxes import given_tensor_amax
-from fp4kit.call.outputs import check_out
+from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
 from fp4kit.interop import import_arrays
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
 
+@comes_home
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
     """Block amaxes of the part of a matrix that a shard owns; the maximum over all shards is that of the whole.
 
@@ -33,6 +35,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     return run("partial_amax", "partial_amax", array, array, (M, K), operator.index(start), r)
 
 
+@comes_home
 def partial_cast(
     shard: Any,
     out: Any,
@@ -60,7 +63,7 @@ def partial_cast(
         out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
     """
     r = find_recipe(recipe)
-    array, out, amax = import_arrays("partial_cast", shard=shard, out=out, block_amax=block_amax)
+    array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", out), block_amax=block_amax)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
     _check_cast_arrays(array, out, amax, (M, K), r)

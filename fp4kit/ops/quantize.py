@@ -7,6 +7,7 @@ from typing import Any
 
 from fp4kit.call.parse import Hadamard, Options, columnwise, quantize_call
 from fp4kit.cuda import prepared
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -57,10 +58,16 @@ def quantize(
     if repeat is not None:
         return repeat(x, tensor_amax, out)
     options = Options(scale_layout, rounding, seed, hadamard)
-    call = quantize_call("quantize", x, recipe, axis, options, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+    return _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+
+
+@comes_home
+def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: Any, **given: Any) -> Quantized:
+    """The full way, which leaves a prepared call under the key."""
+    call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
     if key is not None:
-        prepared.keep(key, prepared.quantize(call))
+        prepared.keep(key, prepared.quantize(call, x))
     return q
 
 
@@ -84,8 +91,23 @@ def quantize_both(
     if getattr(seed, "ndim", 0):
         raise TypeError(f"{op}: seed is an array; needs an int, since one array of bytes cannot serve both directions")
     seed = None if seed is None else operator.index(seed)
-    row = quantize_call(op, x, recipe, -1, Options(scale_layout, rounding, seed), tensor_amax=tensor_amax)
+    key = repeat = None
+    if hadamard is False and seed is None:
+        key, repeat = prepared.find(op, (x, tensor_amax), recipe, scale_layout, rounding)
+    if repeat is not None:
+        return repeat(x, tensor_amax, None)
+    return _quantize_both(x, recipe, Options(scale_layout, rounding, seed, hadamard), key, tensor_amax)
+
+
+@comes_home
+def _quantize_both(x: Any, recipe: str | Recipe, options: Options, key: Any, tensor_amax: Any) -> tuple[Quantized, Quantized]:
+    """The full way, which leaves a prepared call under the key."""
+    op, seed = "quantize_both", options.seed
+    row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:
         raise ValueError(f"{op}: x is {row.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
-    column = columnwise(row, Options(scale_layout, rounding, None if seed is None else seed + 1, hadamard))
-    return run(op, "quantize_both", row.x, row, column)
+    column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
+    both: tuple[Quantized, Quantized] = run(op, "quantize_both", row.x, row, column)
+    if key is not None:
+        prepared.keep(key, prepared.quantize(column, x, both=True))
+    return both

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fp4kit.call import check
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -22,6 +23,7 @@ class Requantized(NamedTuple):
     changed: Any
 
 
+@comes_home
 def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
     """Quantize a quantized array with another recipe, and say whether every value stayed the same.
 
@@ -38,7 +40,7 @@ def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
     Raises what quantize raises (a length that is not whole blocks of the target, ...).
     Source: Model-Optimizer utils/numeric_utils.py, the closed-form cast.
     """
-    check.check_quantized("requantize", q)
+    q = check.check_quantized("requantize", q)
     target = find_recipe(recipe)
     check.check_has_codes("requantize", target)
     result, changed = run("requantize", "requantize", q.packed, q, target)

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
+from fp4kit.cuda import prepared
 from fp4kit.interop import import_arrays
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 
@@ -20,15 +22,38 @@ def swizzle(q_or_scales: Any, layout: str) -> Any:
     Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; NumPy or CuPy, as the scales are.
     Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
     """
-    layouts.check_layout("swizzle", layout)
     if isinstance(q_or_scales, Quantized):
-        q = q_or_scales
-        _check_has_scales("swizzle", q)
-        if len(q.shape) < 2 and layout != "linear":
-            raise ValueError(f"swizzle: q is 1-d; {layout} scales need the rows of a matrix; quantize x.reshape(1, -1)")
-        return replace(q, block_scale=change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape), scale_layout=layout)
-    scales = _scales("swizzle", q_or_scales, 2)
+        return _change("swizzle", q_or_scales, layout)
+    return _swizzle_scales(q_or_scales, layout)
+
+
+@comes_home
+def _swizzle_scales(scales: Any, layout: str) -> Any:
+    layouts.check_layout("swizzle", layout)
+    scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
+
+
+def _change(op: str, q: Quantized, layout: str) -> Quantized:
+    """A Quantized with its scales in a layout."""
+    key, repeat = prepared.find(op, (q,), layout)
+    return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
+
+
+@comes_home
+def _change_fully(given: Quantized, op: str, layout: str, key: Any) -> Quantized:
+    """The full way, which leaves a prepared call under the key."""
+    layouts.check_layout(op, layout)
+    q = given.imported()
+    if q.block_scale is None:
+        raise ValueError(f"{op}: {q.recipe.id} has no block scales")
+    if len(q.shape) < 2 and layout != "linear":
+        raise ValueError(f"{op}: q is 1-d; {layout} scales need the rows of a matrix; quantize x.reshape(1, -1)")
+    scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
+    result = replace(q, block_scale=scales, scale_layout=layout)
+    if key is not None:
+        prepared.keep(key, prepared.swizzle(q, given.block_scale, result))
+    return result
 
 
 def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...] | None = None) -> Any:
@@ -38,14 +63,16 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
     Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array.
     """
     if isinstance(q_or_scales, Quantized):
-        q = q_or_scales
-        _check_has_scales("unswizzle", q)
-        scales = change_layout(q.block_scale, q.scale_layout, "linear", q.scale_shape)
-        return replace(q, block_scale=scales, scale_layout="linear")
+        return _change("unswizzle", q_or_scales, "linear")
+    return _unswizzle_scales(q_or_scales, layout, shape)
+
+
+@comes_home
+def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
     if layout is None or shape is None:
         raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
     layouts.check_layout("unswizzle", layout)
-    scales, shape = _scales("unswizzle", q_or_scales, 0), tuple(shape)
+    scales, shape = _scales("unswizzle", scales, 0), tuple(shape)
     layouts.check_size(scales, layout, shape)
     return change_layout(scales, layout, "linear", shape).reshape(shape)
 
@@ -55,11 +82,6 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
     if source == target:
         return scales
     return run("swizzle", "swizzle", scales, scales, source, target, shape)
-
-
-def _check_has_scales(op: str, q: Quantized) -> None:
-    if q.block_scale is None:
-        raise ValueError(f"{op}: {q.recipe.id} has no block scales")
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:

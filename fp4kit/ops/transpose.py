@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fp4kit.call import check
 from fp4kit.call.shards import square_block
-from fp4kit.interop import import_arrays
+from fp4kit.cuda import prepared
+from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 
@@ -24,11 +26,21 @@ def transpose(q: Quantized) -> Quantized:
         follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks for NaN in
         every other element of a row.
     """
-    check.check_quantized("transpose", q)
+    key, repeat = prepared.find("transpose", (q,))
+    return _transpose(q, key) if repeat is None else repeat(q)
+
+
+@comes_home
+def _transpose(q: Quantized, key: Any) -> Quantized:
+    """The full way, which leaves a prepared call under the key."""
+    given = q
+    q = check.check_quantized("transpose", q)
     _check_square_blocks(q)
-    packed, scales = import_arrays("transpose", packed=q.packed, block_scale=q.block_scale)
-    codes, block_scale = run("transpose", "transpose", packed, packed, scales, q)
-    return replace(q, packed=codes, block_scale=block_scale, axis=2 * len(q.shape) - 3 - q.axis)
+    codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
+    result = replace(q, packed=codes, block_scale=block_scale, axis=2 * len(q.shape) - 3 - q.axis)
+    if key is not None:
+        prepared.keep(key, prepared.transpose(q, given.packed, result))
+    return result
 
 
 def _check_square_blocks(q: Quantized) -> None:

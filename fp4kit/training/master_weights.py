@@ -27,6 +27,7 @@ import numpy as np
 from fp4kit.call.shards import check_castable, check_shard, square_block
 from fp4kit.distributed import Communicator
 from fp4kit.interop import device_name, import_arrays
+from fp4kit.libraries import Home, of_plan
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.training.master_weights_device import DeviceStages
@@ -79,7 +80,12 @@ class MasterWeightsPlan:
     def __init__(
         self, shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
     ) -> None:
-        self._comm = comm
+        self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])
+        with self._home.entered():
+            self._make(shards, recipe, columnwise)
+
+    def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
+        comm = self._comm
         try:
             r = find_recipe(recipe)
             values, shapes = _check_shards(shards, r, columnwise)
@@ -115,6 +121,7 @@ class MasterWeightsPlan:
         if self._work is not None:
             self._work.replace(arrays)
 
+    @of_plan
     def cast(self) -> list[Any]:
         """Quantize the values as they are now; what cast_master_weights returns.
 

@@ -1,0 +1,146 @@
+"""DLPack on the host: the memory of another library's array as a NumPy array.
+
+NumPy's own `from_dlpack` refuses bfloat16 and the 8-bit floats, so the capsule is read here, for every dtype alike. The
+structures are those of dlpack.h (DLPack 1.x), the capsule protocol that of the Python array API standard.
+
+A capsule that nobody consumes calls the exporter's deleter when it is garbage collected. The arrays made here hold the
+capsule itself, so the exporter's memory lives exactly as long as the last view of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+# (DLDataTypeCode, bits, lanes) -> NumPy dtype
+DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
+    **{(0, 8 * n, 1): np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
+    **{(1, 8 * n, 1): np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
+    **{(2, 8 * n, 1): np.dtype(f"f{n}") for n in (2, 4, 8)},
+    (4, 16, 1): np.dtype(ml_dtypes.bfloat16),
+    **{(5, 8 * n, 1): np.dtype(f"c{n}") for n in (8, 16)},
+    (6, 8, 1): np.dtype(np.bool_),
+    (10, 8, 1): np.dtype(ml_dtypes.float8_e4m3fn),
+    (12, 8, 1): np.dtype(ml_dtypes.float8_e5m2),
+    (14, 8, 1): np.dtype(ml_dtypes.float8_e8m0fnu),
+    (17, 4, 2): np.dtype(np.uint8),  # two E2M1 codes a byte
+}
+
+_READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
+_VERSION = (1, 0)  # the newest DLPack version whose structures are declared below
+
+
+class _DLDevice(ctypes.Structure):
+    _fields_ = (("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
+
+
+class _DLDataType(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device", _DLDevice),
+        ("ndim", ctypes.c_int32),
+        ("dtype", _DLDataType),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),  # in elements; NULL: row-major without gaps
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("dl_tensor", _DLTensor), ("manager_ctx", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+
+
+class _DLManagedTensorVersioned(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("dl_tensor", _DLTensor),
+    )
+
+
+_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+class _Memory:
+    """An exporter's memory as NumPy's array interface describes it; holds the capsule, and so the memory, alive."""
+
+    def __init__(self, capsule: object, tensor: _DLTensor, dtype: np.dtype[Any], read_only: bool) -> None:
+        self.capsule = capsule
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{dtype.itemsize}",  # plain bytes: NumPy has no type string for bfloat16
+            "shape": _shape(tensor),
+            "strides": _byte_strides(tensor, dtype.itemsize),
+            "data": ((tensor.data or 0) + tensor.byte_offset, read_only),
+        }
+
+
+def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """The array that x exports; errors name it. Raises TypeError for other dtypes, BufferError for what cannot be read."""
+    return _from_capsule(_export(x), name)
+
+
+def _export(x: Any) -> object:
+    """The exporter's capsule: versioned if it can make one, since only that can say that memory is read-only."""
+    try:
+        return x.__dlpack__(max_version=_VERSION)
+    except TypeError:  # an exporter of DLPack before 1.0 does not know the keyword
+        return x.__dlpack__()
+
+
+def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
+    tensor, read_only = _read(capsule, name)
+    dtype = _dtype(tensor.dtype, name)
+    if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
+        return np.empty(_shape(tensor), dtype)
+    if not tensor.data:
+        raise BufferError(f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed are values")
+    return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
+
+
+def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
+    """The tensor that a capsule describes, valid while the capsule lives, and whether its memory is read-only."""
+    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+        pointer = _capsule_pointer(capsule, b"dltensor_versioned")
+        versioned = _DLManagedTensorVersioned.from_address(pointer)
+        if versioned.major != _VERSION[0]:
+            argument = name.rpartition(" ")[2]
+            raise BufferError(
+                f"{name} exports DLPack {versioned.major}.{versioned.minor}; needed is 1.x or earlier; "
+                f"pass a copy made by its library, such as np.asarray({argument})"
+            )
+        return versioned.dl_tensor, bool(versioned.flags & _READ_ONLY)
+    if _capsule_is_valid(capsule, b"dltensor"):
+        return _DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor")).dl_tensor, True
+    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needed is an unconsumed DLPack capsule; export it anew")
+
+
+def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
+    key = (dtype.code, dtype.bits, dtype.lanes)
+    if key not in DTYPES:
+        raise TypeError(
+            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needed is float32, float16, bfloat16 or "
+            "another dtype that NumPy or ml_dtypes has; convert it first"
+        )
+    return DTYPES[key]
+
+
+def _shape(tensor: _DLTensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
+
+
+def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
+    return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

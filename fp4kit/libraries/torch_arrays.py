@@ -1,0 +1,132 @@
+"""PyTorch: where its calls run, and tensors of what they give."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit import interop
+
+ALIGNMENT = 16  # bytes: what memory is rounded up to, so that none is empty
+_MOST_STREAMS = 64  # that are kept
+_NAMES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bool",
+          "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "complex64", "complex128")  # fmt: skip
+_BLOCKS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # of address: the tensor that CuPy's memory there is
+
+
+def _module() -> Any:
+    return sys.modules["torch"]
+
+
+@cache
+def _dtypes() -> dict[Any, np.dtype]:
+    """PyTorch's dtypes and NumPy's; an older PyTorch has not all of them."""
+    known = {getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name)) for name in _NAMES if hasattr(_module(), name)}
+    packed = getattr(_module(), "float4_e2m1fn_x2", None)  # two codes a byte
+    return known | ({} if packed is None else {packed: np.dtype(np.uint8)})
+
+
+@cache
+def _torch_dtypes() -> dict[np.dtype, Any]:
+    """The inverse; uint8 is PyTorch's."""
+    return {known: dtype for dtype, known in reversed(_dtypes().items())}
+
+
+def numpy_dtype(op: str, dtype: Any) -> np.dtype:
+    """A dtype of PyTorch as NumPy and ml_dtypes name it. Raises TypeError for one that they do not have."""
+    if dtype not in _dtypes():
+        raise TypeError(f"{op}: dtype is {dtype}, which NumPy and ml_dtypes do not have")
+    return _dtypes()[dtype]
+
+
+@contextmanager
+def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
+    """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes tensors."""
+    if not x.is_cuda:
+        yield tensor_of
+        return
+    with interop.making_current(x.device.index), stream_of(x.device), interop.cupy().cuda.using_allocator(allocate):
+        yield tensor_of
+
+
+def tensor_of(array: Any) -> Any:
+    """A tensor on the memory of a NumPy or CuPy array; anything else as it is."""
+    if isinstance(array, np.ndarray):
+        return _host_tensor(array)
+    return _device_tensor(array) if type(array).__module__ == "cupy" else array
+
+
+_STREAMS: dict[tuple[int, int], Any] = {}
+
+
+def stream_of(device: Any) -> Any:
+    """PyTorch's current stream of a device, as CuPy knows streams."""
+    key = _module().cuda.current_stream(device).cuda_stream, device.index
+    stream = _STREAMS.get(key)
+    if stream is None:
+        if len(_STREAMS) >= _MOST_STREAMS:
+            _STREAMS.clear()
+        stream = _STREAMS[key] = interop.cupy().cuda.ExternalStream(*key)
+    return stream
+
+
+def new(name: str, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
+    """A new tensor, "empty" or of "zeros"; dtype as NumPy names it."""
+    return getattr(_module(), name)(shape, dtype=_torch_dtypes()[dtype], device=device)
+
+
+def facts(a: Any) -> Hashable:
+    """What checks of a call depend on, of a tensor on CUDA with plain memory. Raises TypeError for anything else."""
+    if not hasattr(a, "data_ptr"):
+        raise TypeError(type(a))
+    torch, kind = _module(), type(a)
+    if not (kind is torch.Tensor or kind is torch.nn.Parameter) or not a.is_cuda:
+        raise TypeError(kind)
+    lost = a.requires_grad and torch.is_grad_enabled()
+    return kind, a.shape, a.dtype, a.stride(), a.data_ptr() % ALIGNMENT, a.device, lost, a.is_neg()
+
+
+def allocate(size: int) -> Any:
+    """CuPy's allocator in a call. A block is a tensor of its own: so record_stream, graphs and PyTorch's pools know it."""
+    cuda = interop.cupy().cuda
+    device = cuda.runtime.getDevice()
+    size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
+    block = new("empty", _module().device("cuda", device), (size,), np.dtype(np.uint8))
+    _BLOCKS[block.data_ptr()] = block
+    return cuda.MemoryPointer(cuda.UnownedMemory(block.data_ptr(), size, block, device), 0)
+
+
+def _host_tensor(array: np.ndarray) -> Any:
+    """A tensor on the memory of a NumPy array; of a copy where that is read-only."""
+    array = array if array.flags.writeable else array.copy()
+    bits = array.view(f"u{array.itemsize}") if array.dtype.kind == "V" or array.dtype not in _plain() else array
+    return _module().from_numpy(bits).view(_torch_dtypes()[array.dtype])
+
+
+@cache
+def _plain() -> tuple[np.dtype, ...]:
+    """dtypes that PyTorch takes from NumPy as they are."""
+    return tuple(dtype for dtype in _torch_dtypes() if dtype.isbuiltin == 1)
+
+
+def _device_tensor(array: Any) -> Any:
+    """The tensor of a CuPy array: a view of the block that was allocated for it, or of memory that came otherwise."""
+    dtype = _torch_dtypes()[array.dtype]
+    block = _BLOCKS.get(array.data.mem.ptr)
+    if block is None:
+        return _module().from_dlpack(array.view(np.uint8) if array.ndim == 0 else _bits(array)).view(dtype).reshape(array.shape)
+    strides = [step // array.itemsize for step in array.strides]
+    offset = (array.data.ptr - array.data.mem.ptr) // array.itemsize
+    return block.view(dtype).as_strided(array.shape, strides, offset)
+
+
+def _bits(array: Any) -> Any:
+    """The array as integers: CuPy does not export every dtype."""
+    return array.view(f"i{array.itemsize}")

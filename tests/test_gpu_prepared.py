@@ -1,0 +1,121 @@
+"""Prepared calls along columns, both ways, of square blocks, and those that move codes and scales: the bits of the full way."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from on_gpu import ON_GPU, assert_same, blocks, cupy
+
+import fp4kit
+from fp4kit.cuda import engine
+from fp4kit.cuda import prepared as prepared_call
+
+pytestmark = ON_GPU
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    prepared_call._CALLS.clear()
+
+
+def forbid(monkeypatch, *names):
+    """The full way must not be gone again."""
+    for name in names:
+        monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call went the full way"))
+
+
+def two(dtype):
+    """Two arrays of one shape."""
+    first = blocks(dtype)
+    return first, np.ascontiguousarray(first[::-1, ::-1])
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
+@pytest.mark.parametrize(("recipe", "axis", "layout"), [
+    ("mxfp4-ocp", 0, "linear"), ("nvfp4-te", 0, "linear"), ("nvfp4-te", 0, "swizzled_128x4"), ("mxfp8-te", 0, "swizzled_8x4"),
+    ("nvfp4-te-2d", 1, "linear"), ("nvfp4-te-2d", 0, "swizzled_128x4"), ("mxfp8-te-2d", 1, "linear"),
+])  # fmt: skip
+def test_columns_and_square_blocks(monkeypatch, recipe, axis, layout, given):
+    first, second = two(BF16)
+    expected = fp4kit.quantize(second, recipe, axis=axis, scale_layout=layout)
+    options = {"axis": axis, "scale_layout": layout}
+    if given and expected.tensor_amax is not None:
+        options["tensor_amax"] = cupy.asarray(expected.tensor_amax)
+    fp4kit.quantize(cupy.asarray(first), recipe, **options)
+    forbid(monkeypatch, "quantize")
+    assert_same(fp4kit.quantize(cupy.asarray(second), recipe, **options), expected)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
+def test_columns_into_out(monkeypatch, recipe):
+    first, second = two(np.float32)
+    out = fp4kit.quantize(cupy.asarray(first), recipe, axis=0)
+    assert fp4kit.quantize(cupy.asarray(first), recipe, axis=0, out=out) is out
+    forbid(monkeypatch, "quantize")
+    assert fp4kit.quantize(cupy.asarray(second), recipe, axis=0, out=out) is out
+    assert_same(out, fp4kit.quantize(second, recipe, axis=0))
+
+
+def test_columns_into_out_with_an_amax():
+    """The kernel of columns does not copy amaxes: such a call goes the full way each time."""
+    first, second = two(np.float32)
+    amax = cupy.asarray(np.float32(3))
+    out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0)
+    for x in (first, second):
+        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", axis=0, tensor_amax=amax, out=out)
+        assert_same(out, fp4kit.quantize(x, "nvfp4-te", axis=0, tensor_amax=np.float32(3)))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("mxfp4-ocp", "linear"), ("nvfp4-te", "swizzled_128x4"), ("nvfp4-te-2d", "linear")]
+)
+def test_both_ways(monkeypatch, recipe, layout, given):
+    first, second = two(BF16)
+    expected = fp4kit.quantize_both(second, recipe, scale_layout=layout)
+    options = {"scale_layout": layout}
+    if given and expected[0].tensor_amax is not None:
+        options["tensor_amax"] = cupy.asarray(expected[0].tensor_amax)
+    fp4kit.quantize_both(cupy.asarray(first), recipe, **options)
+    forbid(monkeypatch, "quantize_both", "quantize")
+    for a, b in zip(fp4kit.quantize_both(cupy.asarray(second), recipe, **options), expected, strict=True):
+        assert_same(a, b)
+
+
+def test_no_two_ways_share_a_call():
+    """Options that lead to other launches have other keys."""
+    x, _ = two(BF16)
+    for options in ({}, {"axis": 0}, {"axis": 0, "scale_layout": "swizzled_8x4"}, {"scale_layout": "swizzled_8x4"}):
+        for _ in range(2):
+            assert_same(fp4kit.quantize(cupy.asarray(x), "nvfp4-te", **options), fp4kit.quantize(x, "nvfp4-te", **options))
+    for hadamard in (False, True, "no_signs", False):
+        both = fp4kit.quantize_both(cupy.asarray(x), "nvfp4-te", hadamard=hadamard)
+        for a, b in zip(both, fp4kit.quantize_both(x, "nvfp4-te", hadamard=hadamard), strict=True):
+            assert_same(a, b)
+
+
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
+@pytest.mark.parametrize("recipe", ["nvfp4-te-2d", "mxfp8-te-2d"])
+def test_transpose(monkeypatch, recipe, layout):
+    first, second = two(BF16)
+    fp4kit.transpose(fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout))
+    expected = fp4kit.quantize(second, recipe, scale_layout=layout)
+    q = fp4kit.quantize(cupy.asarray(second), recipe, scale_layout=layout)
+    forbid(monkeypatch, "transpose")
+    t = fp4kit.transpose(q)
+    assert_same(t, fp4kit.transpose(expected))
+    assert t.tensor_scale is q.tensor_scale and t.tensor_amax is q.tensor_amax
+
+
+@pytest.mark.parametrize(
+    ("start", "to"), [("linear", "swizzled_128x4"), ("swizzled_8x4", "swizzled_128x4"), ("swizzled_128x4", "linear")]
+)
+def test_swizzle(monkeypatch, start, to):
+    first, second = two(BF16)
+    fp4kit.swizzle(fp4kit.quantize(cupy.asarray(first), "nvfp4-te", scale_layout=start), to)
+    expected = fp4kit.quantize(second, "nvfp4-te", scale_layout=to)
+    q = fp4kit.quantize(cupy.asarray(second), "nvfp4-te", scale_layout=start)
+    forbid(monkeypatch, "swizzle")
+    found = fp4kit.swizzle(q, to)
+    assert_same(found, expected)
+    assert found.packed is q.packed and q.scale_layout == start
