@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 import numpy as np
 from measure import BF16, Bench, Call, main
 from modelopt_loop import Loop
-from rows import Beside, Traffic, element_bytes, quantized_bytes
+from rows import NO_BYTES, Beside, Traffic, element_bytes, quantized_bytes
 
 import fp4kit
 from fp4kit.cuda.launch import Matrix, quantize_matrix
@@ -23,7 +22,6 @@ CODES = ("nvfp4-te", "mxfp4-flashinfer")
 WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also in two launches, the first for the amaxes
 AT_MOST = 1.05  # of one launch on the concatenation
 STEP, HOST_US = 128, 50  # host time of a step of so many tensors
-NO_BYTES: Traffic = {"nothing": Fraction(0)}
 
 
 class Tensors:

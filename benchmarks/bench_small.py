@@ -1,21 +1,28 @@
-"""Small tensors, where the call costs more than the kernel: host time of a call, and device time inside a CUDA graph."""
+"""Small tensors, where the call costs more than the kernel: host time of a call, and device time inside a CUDA graph.
+
+Calls on one 64 x 4096 bfloat16 array of CuPy and, where PyTorch is there, on a tensor of it, beside an operation of PyTorch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from bench_quantize import prepared, traffic
 from measure import BF16, Bench, main
-from rows import element_bytes, quantized_bytes
+from rows import NO_BYTES, element_bytes, quantized_bytes
 
 import fp4kit
 
 SHAPE = (64, 4096)
-HOST_US = 15  # wanted of a call with out=
+HOST_US = 15  # wanted of a call on CuPy arrays
+TORCH_US = 20  # and on tensors
+COLUMNS_US = 25  # along columns, and both ways, of either
 
 
 def run(bench: Bench) -> None:
-    """quantize into `out`, and dequantize, of a 64 x 4096 bfloat16 array."""
+    """quantize into `out`, and dequantize, of a 64 x 4096 bfloat16 array; then host times of calls that allocate."""
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
@@ -31,6 +38,40 @@ def run(bench: Bench) -> None:
     for kind in ("host", "graph"):
         call = partial(fp4kit.quantize, x, "nvfp4-te", out=q)
         bench.row("quantize with amax, 64 x 4096", "nvfp4-te", x, moved, call, kind=kind)
+    host_times(bench, x, "CuPy", HOST_US, {})
+    in_torch(bench, x)
+
+
+def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool]]:
+    """Name, recipe, call, and whether it may take as long as both ways."""
+    for recipe in ("mxfp4-ocp", "nvfp4-te"):
+        out = fp4kit.quantize(x, recipe)
+        yield "quantize", recipe, partial(fp4kit.quantize, x, recipe), False
+        yield "quantize, out", recipe, partial(fp4kit.quantize, x, recipe, out=out), False
+        yield "fake_quantize", recipe, partial(fp4kit.fake_quantize, x, recipe), False
+        yield "dequantize", recipe, partial(fp4kit.dequantize, out), False
+        yield "quantize along columns", recipe, partial(fp4kit.quantize, x, recipe, axis=0), True
+        yield "quantize_both", recipe, partial(fp4kit.quantize_both, x, recipe), True
+        yield "swizzle", recipe, partial(fp4kit.swizzle, out, "swizzled_128x4"), True
+    yield "transpose", "nvfp4-te-2d", partial(fp4kit.transpose, fp4kit.quantize(x, "nvfp4-te-2d")), True
+
+
+def host_times(bench: Bench, x: Any, library: str, target_us: float, peers: dict[str, Any]) -> None:
+    """Rows of all calls, on x of a library."""
+    shown = bench.normal(BF16, SHAPE)  # x as NumPy names its dtype
+    for name, recipe, call, slow in calls(x):
+        wanted = COLUMNS_US if slow else target_us
+        bench.row(f"{name}, 64 x 4096 of {library}", recipe, shown, NO_BYTES, call, kind="host", target_us=wanted, peers=peers)
+
+
+def in_torch(bench: Bench, x: Any) -> None:
+    """The same on a tensor, beside x * 2."""
+    try:
+        import torch
+    except ImportError:
+        return
+    t = torch.from_dlpack(x.view("i2")).view(torch.bfloat16).clone()
+    host_times(bench, t, "torch", TORCH_US, {"torch x * 2": lambda: t * 2})
 
 
 if __name__ == "__main__":

@@ -121,6 +121,9 @@ def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
 
 
+NO_BYTES: Traffic = {"nothing": Fraction(0)}  # of rows that time the host
+
+
 def formula(traffic: Traffic) -> str:
     """Such as "n (2 x + 1/2 codes + 1/16 scales)" for n elements."""
     return f"n ({' + '.join(f'{value} {name}' for name, value in traffic.items())})"
