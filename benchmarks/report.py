@@ -138,7 +138,7 @@ def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
             if row.target is not None:
                 axes.plot([row.target] * 2, [y - 0.4, y + 0.4], color="#cc0000", linewidth=1.4)
     axes.axvline(1, color="#999999", linewidth=0.8)
-    axes.set_xlim(left=0, right=max(1.05, *(row.efficiency + 0.03 for rows in lines for row in rows)))
+    axes.set_xlim(left=0, right=max([1.05, *(row.efficiency + 0.03 for rows in lines for row in rows)]))
     axes.set_xlabel("efficiency: 1 is a copy that moves as many bytes; red is the target")
     used = [name for name in COLOURS if any(row.dtype == name for rows in lines for row in rows)]
     handles = [axes.plot([], [], "o", markersize=5, color=COLOURS[name], label=SHORT.get(name, name))[0] for name in used]

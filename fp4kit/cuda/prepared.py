@@ -114,7 +114,7 @@ def _cupy_memory() -> Memory:
 
 @cache
 def _torch_memory(device: Any) -> Memory:
-    empty, zeros = (partial(torch_arrays.new, name, device) for name in ("empty", "zeros"))
+    empty, zeros = (torch_arrays.maker(name, device) for name in ("empty", "zeros"))
     set_to = interop.cupy().cuda.runtime.memsetAsync
     clear = lambda a, stream: set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)  # noqa: E731
     return Memory(lambda a: a.data_ptr(), empty, zeros, clear, partial(torch_arrays.stream_of, device))

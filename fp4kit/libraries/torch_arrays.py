@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import ml_dtypes
@@ -52,7 +52,7 @@ def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     if not x.is_cuda:
         yield tensor_of
         return
-    with interop.making_current(x.device.index), stream_of(x.device), interop.cupy().cuda.using_allocator(allocate):
+    with interop.making_current(x.device.index), _cupy_stream(stream_of(x.device)), interop.cupy().cuda.using_allocator(allocate):
         yield tensor_of
 
 
@@ -63,23 +63,41 @@ def tensor_of(array: Any) -> Any:
     return _device_tensor(array) if type(array).__module__ == "cupy" else array
 
 
-_STREAMS: dict[tuple[int, int], Any] = {}
+class Stream(NamedTuple):
+    """A stream of PyTorch, as a launch of CuPy takes it."""
+
+    ptr: int
+    device: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """CUDA's protocol of streams: its version, and the pointer."""
+        return 0, self.ptr
 
 
-def stream_of(device: Any) -> Any:
-    """PyTorch's current stream of a device, as CuPy knows streams."""
-    key = _module().cuda.current_stream(device).cuda_stream, device.index
-    stream = _STREAMS.get(key)
-    if stream is None:
-        if len(_STREAMS) >= _MOST_STREAMS:
-            _STREAMS.clear()
-        stream = _STREAMS[key] = interop.cupy().cuda.ExternalStream(*key)
-    return stream
+def stream_of(device: Any) -> Stream:
+    """PyTorch's current stream of a device."""
+    return Stream(_raw_stream()(device.index), device.index)
 
 
-def new(name: str, device: Any, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    """A new tensor, "empty" or of "zeros"; dtype as NumPy names it."""
-    return getattr(_module(), name)(shape, dtype=_torch_dtypes()[dtype], device=device)
+@cache
+def _raw_stream() -> Callable[[int], int]:
+    """The pointer of a device's current stream: without making a torch.cuda.Stream of it, where PyTorch has that."""
+    quick: Callable[[int], int] | None = getattr(_module()._C, "_cuda_getCurrentRawStream", None)
+    return quick or (lambda index: int(_module().cuda.current_stream(index).cuda_stream))
+
+
+@lru_cache(_MOST_STREAMS)
+def _cupy_stream(stream: Stream) -> Any:
+    """The stream as CuPy's current one, in a with statement; its device must be the current one."""
+    cuda = interop.cupy().cuda
+    make = getattr(cuda.Stream, "from_external", None)
+    return cuda.ExternalStream(*stream) if make is None else make(stream)
+
+
+def maker(name: str, device: Any) -> Callable[[tuple[int, ...], np.dtype], Any]:
+    """What makes tensors of a shape and dtype, as NumPy names it: "empty" ones, or of "zeros"."""
+    make, dtypes = getattr(_module(), name), _torch_dtypes()
+    return lambda shape, dtype: make(shape, dtype=dtypes[dtype], device=device)
 
 
 def facts(a: Any) -> Hashable:
@@ -96,9 +114,9 @@ def facts(a: Any) -> Hashable:
 def allocate(size: int) -> Any:
     """CuPy's allocator in a call. A block is a tensor of its own: so record_stream, graphs and PyTorch's pools know it."""
     cuda = interop.cupy().cuda
-    device = cuda.runtime.getDevice()
+    device, torch = cuda.runtime.getDevice(), _module()
     size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
-    block = new("empty", _module().device("cuda", device), (size,), np.dtype(np.uint8))
+    block = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
     _BLOCKS[block.data_ptr()] = block
     return cuda.MemoryPointer(cuda.UnownedMemory(block.data_ptr(), size, block, device), 0)
 
@@ -121,12 +139,8 @@ def _device_tensor(array: Any) -> Any:
     dtype = _torch_dtypes()[array.dtype]
     block = _BLOCKS.get(array.data.mem.ptr)
     if block is None:
-        return _module().from_dlpack(array.view(np.uint8) if array.ndim == 0 else _bits(array)).view(dtype).reshape(array.shape)
+        bits = array.reshape(1) if array.ndim == 0 else array
+        return _module().from_dlpack(bits.view(f"i{array.itemsize}")).view(dtype).reshape(array.shape)  # CuPy exports integers
     strides = [step // array.itemsize for step in array.strides]
     offset = (array.data.ptr - array.data.mem.ptr) // array.itemsize
     return block.view(dtype).as_strided(array.shape, strides, offset)
-
-
-def _bits(array: Any) -> Any:
-    """The array as integers: CuPy does not export every dtype."""
-    return array.view(f"i{array.itemsize}")
