@@ -73,7 +73,7 @@ def gpu(monkeypatch):
     runtime = SimpleNamespace(getDevice=lambda: state.current)
     cupy = SimpleNamespace(
         ndarray=Array,
-        cuda=SimpleNamespace(runtime=runtime),
+        cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: None),
         ascontiguousarray=lambda a: a,
         empty=Array,
         zeros=Array,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cache
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,32 +61,57 @@ class _Struct(np.ndarray):
         return struct
 
 
+class _Slot(NamedTuple):
+    """Memory of one launch's arguments: to be written, as CuPy takes them, and where the driver finds their address."""
+
+    memory: bytearray
+    struct: _Struct
+    parameters: int  # address of a void*[1]
+    held: Any
+
+    @classmethod
+    def of(cls, size: int) -> _Slot:
+        """Of a struct of some bytes."""
+        memory = bytearray(size)
+        at = ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
+        pointers = (ctypes.c_void_p * 1)(at)
+        return cls(memory, _Struct.of(memory), ctypes.addressof(pointers), pointers)
+
+
 class Launch:
     """A kernel with its grid and the last of its arguments, the sizes; a call adds the first ones and launches it.
 
     fields: dtype of the struct of arguments, all of 8 bytes. threads: of a block.
     """
 
-    __slots__ = ("_block", "_free", "_function", "_grid", "_layout", "_sizes")
+    __slots__ = ("_block", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
 
     def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
+        self._handle: int = getattr(function, "ptr", 0)  # the driver's; none where the host plays the GPU
         self._layout = Struct(f"{len(fields.names or ())}Q")
-        self._free: list[tuple[bytearray, _Struct]] = []  # memory that no thread is using, since the driver copied it
+        self._free: list[_Slot] = []  # memory that no thread is using, since the driver copied it
 
     def __call__(self, *values: int, stream: Any = None) -> None:
-        """stream: CuPy's current one if None."""
+        """stream: where to, CuPy's or PyTorch's; CuPy's current one if None."""
         try:
-            free = self._free.pop()
+            slot = self._free.pop()
         except IndexError:
-            memory = bytearray(self._layout.size)
-            free = memory, _Struct.of(memory)
-        self._layout.pack_into(free[0], 0, *values, *self._sizes)
-        if stream is None:
-            self._function(self._grid, self._block, (free[1],))
+            slot = _Slot.of(self._layout.size)
+        self._layout.pack_into(slot.memory, 0, *values, *self._sizes)
+        if stream is None or not self._handle:
+            self._function(self._grid, self._block, (slot.struct,))
         else:
-            self._function(self._grid, self._block, (free[1],), stream=stream)
-        self._free.append(free)
+            self._launch_by_driver(slot, stream)
+        self._free.append(slot)
+
+    def _launch_by_driver(self, slot: _Slot, stream: Any) -> None:
+        """Without what CuPy's call does for arguments of any kind; a thread that has no context yet gets it by that call."""
+        driver, (blocks,), (threads,) = interop.cupy().cuda.driver, self._grid, self._block
+        try:
+            driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, slot.parameters, 0)
+        except driver.CUDADriverError:
+            self._function(self._grid, self._block, (slot.struct,), stream=stream)
 
 
 def address(array: Any) -> int:

@@ -87,7 +87,7 @@ def _is_cupy(a: Any) -> bool:
 class Memory(NamedTuple):
     """How a prepared call handles the arrays of a library: where they are, new ones, and the stream of its launches.
 
-    empty, zeros: of a shape and a NumPy dtype. clear: makes a float32 0. stream(): None for CuPy's current one.
+    empty, zeros: of a shape and a NumPy dtype. clear: makes a float32 0. stream(): the current one.
     """
 
     address: Callable[[Any], int]
@@ -109,12 +109,12 @@ def memory_of(a: Any) -> Memory:
 def _cupy_memory() -> Memory:
     cupy = interop.cupy()
     clear = lambda a, stream: a.data.memset_async(0, FLOAT32.itemsize)  # noqa: E731
-    return Memory(lambda a: a.data.ptr, cupy.empty, cupy.zeros, clear, lambda: None)
+    return Memory(lambda a: a.data.ptr, cupy.ndarray, cupy.zeros, clear, cupy.cuda.get_current_stream)
 
 
 @cache
 def _torch_memory(device: Any) -> Memory:
-    empty, zeros = (torch_arrays.maker(name, device) for name in ("empty", "zeros"))
+    empty, zeros = (torch_arrays.maker(device, zeros) for zeros in (False, True))
     set_to = interop.cupy().cuda.runtime.memsetAsync
     clear = lambda a, stream: set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)  # noqa: E731
     return Memory(lambda a: a.data_ptr(), empty, zeros, clear, partial(torch_arrays.stream_of, device))
