@@ -150,7 +150,8 @@ def with_amax_out(line, address):
 
 
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
-    x, out = Array((64, 256), BF16), result("nvfp4-te")
+    """Of an array that is not small, by a launch of its own."""
+    x, out = Array((1024, 512), BF16), result("nvfp4-te", (1024, 512))
     first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
@@ -159,6 +160,17 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
     elsewhere = np.uint64(first[2][1]).tobytes()  # where the full way had the amax
     assert [(*line[:4], line[4].replace(elsewhere, np.uint64(at).tobytes())) for line in first[:2]] == second[1:]
+
+
+def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
+    x, out = Array((64, 256), BF16), result("nvfp4-te")
+    first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    forbid(monkeypatch)
+    second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    assert [line[0] for line in first] == ["quantize_kernel", "copy"] and "kFindsAmax = true" in first[0][1]
+    assert [line[0] for line in second] == ["quantize_kernel"]
+    elsewhere, at = (np.uint64(pointer).tobytes() for pointer in (first[1][1], out.tensor_amax.data.ptr))
+    assert (*first[0][:4], first[0][4].replace(elsewhere, at)) == second[0]
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_8x4"])

@@ -60,7 +60,8 @@ def is_whole(m: Matrix, work: Work) -> bool:
 
 def struct_of(work: Work) -> str:
     """The structs that a kernel of a way is instantiated with."""
-    return recipe_struct(work.recipe, work.layout, fake=work.values, stochastic=work.stochastic, sign_mask=work.mask)
+    options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "sign_mask": work.mask}
+    return recipe_struct(work.recipe, work.layout, **options, finds_amax=work.finds_amax)
 
 
 @cache

@@ -21,10 +21,10 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda import launch
 from fp4kit.cuda import swizzle as swizzle_launcher
 from fp4kit.cuda import transpose as transpose_launcher
-from fp4kit.cuda.engine.matrices import count, work_of
+from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
-from fp4kit.cuda.ways import Arguments, way_of
+from fp4kit.cuda.ways import Arguments, Work, way_of
 from fp4kit.cuda.ways import find as find_way
 from fp4kit.layouts import padded_shape
 from fp4kit.libraries import torch_arrays
@@ -154,12 +154,26 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
     return _is_whole_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
 
 
-def _finding(call: Call) -> Launch | None:
-    """What finds the tensor amax that a call does not give; None where it does, or needs none."""
+class Amax(NamedTuple):
+    """The amax that a call does not give: found by a launch of its own, or (None) by that of the codes."""
+
+    launch: Launch | None
+
+    def __call__(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
+        """Into amax, where a launch is needed."""
+        if self.launch is not None:
+            memory.clear(amax, stream)
+            self.launch(x, memory.address(amax), stream=stream)
+
+
+def _amax(call: Call, work: Work) -> Amax | None:
+    """Of a call; None where it gives the amax, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
-    return launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
+    if work.finds_amax:
+        return Amax(None)
+    return Amax(launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
 _ADDRESSES = ("x", "packed", "scales", "tensor_scale", "column_packed", "column_scales", "column_tensor_scale", "tensor_amax",
@@ -177,7 +191,7 @@ class QuantizeCall:
     """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both."""
 
     memory: Memory
-    finding: Launch | None
+    amax: Amax | None
     launch: Launch
     order: tuple[int, ...]
     row: Result | None
@@ -187,10 +201,9 @@ class QuantizeCall:
         memory = self.memory
         address, stream = memory.address_of, memory.stream()
         at, amax = address(x), given
-        if self.finding is not None:
+        if self.amax is not None:
             amax = memory.empty((), FLOAT32) if out is None else out.tensor_amax
-            memory.clear(amax, stream)
-            self.finding(at, address(amax), stream=stream)
+            self.amax(memory, at, amax, stream)
         row, column = (None if part is None else out or part.make(memory, amax) for part in (self.row, self.column))
         addresses = [at, *_parts(row, address), *_parts(column, address), address(amax)]
         copy = 0 if out is None or out.tensor_amax is amax else address(out.tensor_amax)
@@ -215,9 +228,10 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
         return None
     if call.out and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
         return None
+    work = finding(call, work)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
     results = Result.of(call, last) if both or not columns else None, Result.of(call, call.axis) if columns else None
-    return QuantizeCall(memory_of(x), _finding(call), found, _order(way.arguments), *results)
+    return QuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), *results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +239,7 @@ class FakeQuantizeCall:
     """fake_quantize of one matrix."""
 
     memory: Memory
-    finding: Launch | None
+    amax: Amax | None
     launch: Launch
     order: tuple[int, ...]
     dtype: np.dtype
@@ -234,10 +248,9 @@ class FakeQuantizeCall:
         memory = self.memory
         address, stream = memory.address_of, memory.stream()
         at, values = address(x), memory.empty(x.shape, self.dtype)
-        if self.finding is not None:
+        if self.amax is not None:
             given = memory.empty((), FLOAT32)
-            memory.clear(given, stream)
-            self.finding(at, address(given), stream=stream)
+            self.amax(memory, at, given, stream)
         addresses = [at, 0, 0, 0, 0, 0, 0, address(given), 0, address(values), 0]
         self.launch(*[addresses[i] for i in self.order], stream=stream)
         return values
@@ -249,9 +262,9 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
     if not one or count(call, work, call.tensor_amax) != 1:
         return None
-    way = way_of(work)
+    way, work = way_of(work), finding(call, work)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
-    return FakeQuantizeCall(memory_of(x), _finding(call), found, _order(way.arguments), call.x.dtype)
+    return FakeQuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), call.x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ def recipe_struct(
     fake: bool = False,
     stochastic: bool = False,
     sign_mask: int | None = None,
+    finds_amax: bool = False,
 ) -> str:
     """The structs of a recipe's formats, and R, which names them and the recipe's rules and options."""
     facts = _recipe_facts(r) | {
@@ -93,6 +94,7 @@ def recipe_struct(
         "bool kFake": fake,
         "bool kStochastic": stochastic,
         "bool kHadamard": sign_mask is not None,
+        "bool kFindsAmax": finds_amax,
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]

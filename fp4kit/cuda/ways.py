@@ -70,6 +70,7 @@ class Work(NamedTuple):
 
     shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns, alone or
     beside those along the rows; then mask is of a Hadamard transform of the columns. calibrated: block amaxes are given.
+    finds_amax: that of the whole array is found by the kernel, and written to tensor_amax.
     """
 
     recipe: Recipe
@@ -82,6 +83,7 @@ class Work(NamedTuple):
     mask: int | None = None
     calibrated: bool = False
     grouped: bool = False
+    finds_amax: bool = False
 
     @property
     def seen_shape(self) -> tuple[int, int]:

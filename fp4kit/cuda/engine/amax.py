@@ -34,6 +34,11 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
     return launch.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
 
 
+def empty_amax() -> Any:
+    """For the amax of a tensor, which a kernel will write."""
+    return interop.cupy().empty((), np.float32)
+
+
 def covered_by_scales(x: Any, r: Recipe) -> Rows:
     """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether by row."""
     if r.tensor_scaling not in ("row", "block"):

@@ -9,8 +9,8 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.parse import Call
 from fp4kit.cuda.clip import clip_gradient
-from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
+from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.launch import Matrix, quantize_matrix
 from fp4kit.cuda.ways import way_of
 
@@ -22,7 +22,8 @@ def fake_quantize(call: Call) -> Any:
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
-        amax = None if takes_own_amaxes(call) else tensor_amax(call, x)
+        work = finding(call, work)
+        amax = empty_amax() if work.finds_amax else None if takes_own_amaxes(call) else tensor_amax(call, x)
         if x.size:
             seed = call.random if isinstance(call.random, int) else 0
             for matrix, part in split(call, work, Matrix(x, values=values, tensor_amax=amax)):

@@ -12,6 +12,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch import Matrix
 from fp4kit.cuda.ways import Work
 
+MOST_FOUND = 1 << 18  # elements of an array whose amax each thread block finds for itself
 GROUP = 16  # elements that share the words of a seed's random bytes
 
 
@@ -48,6 +49,17 @@ def count(call: Call, work: Work, amax: Any) -> int:
             f"needs a multiple of {GROUP}, or the random bytes"
         )
     return B
+
+
+def finding(call: Call, work: Work) -> Work:
+    """The work, with its amax found by the kernel itself where that is not given and the array is one small matrix.
+
+    Each thread block then reads the whole array, which costs the device less than two more launches cost the host.
+    """
+    x, r = call.x, call.recipe
+    wanted = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
+    small = 0 < x.size <= MOST_FOUND and count(call, work, None) == 1
+    return work._replace(finds_amax=True) if wanted and small else work
 
 
 def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]]:

@@ -7,8 +7,8 @@ from typing import Any
 from fp4kit import interop
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
-from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
+from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
 from fp4kit.cuda.ways import Work, find, way_of
 from fp4kit.quantized import Quantized
@@ -23,7 +23,8 @@ def quantize(call: Call) -> Quantized:
     way_of(work), count(call, work, call.tensor_amax)  # declined before any work
     with interop.making_current(call.x.device.id):
         x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
-        amax = tensor_amax(call, x, work.columns)
+        work = finding(call, work)
+        amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
         result = call.out or allocate(call, amax)
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
         if call.out is not None and amax is not None:
@@ -43,7 +44,8 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
         return quantize(row), quantize(column)
     with interop.making_current(row.x.device.id):
         x = interop.cupy().ascontiguousarray(row.x)
-        amax = tensor_amax(row, x)
+        work = finding(row._replace(mask=column.mask), work)
+        amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
         q_row, q_column = allocate(row, amax), allocate(column, amax)
         launch(column, work, x, amax, q_row, q_column)
     return q_row, q_column

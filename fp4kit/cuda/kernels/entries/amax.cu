@@ -4,7 +4,7 @@
 // Magnitudes are compared as bit patterns: unsigned integers that order as the values do, NaN above infinity.
 #include "amax.cuh"
 
-constexpr int kRun = 16;
+constexpr int kRun = kAmaxRun;
 constexpr int kShort = 1024;  // elements of a row that a thread block would share too thinly
 constexpr u32 kWarp = 32, kAtOnce = 4;
 
@@ -14,21 +14,10 @@ struct Arguments {
   i64 rows, columns;
 };
 
-// Largest of the elements [first, first + count) that thread `lane` of `lanes` takes.
-template <class In, AmaxInput kInput, bool kAligned>
-FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
-  u32 largest = 0u;
-  const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
-  for (i64 i = lane; i < runs; i += lanes)
-    largest = maximum(largest, largest_of_run<Transform, In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
-  for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
-  return largest;
-}
-
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const Arguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-  const u32 largest = largest_of_block<kThreads>(largest_bits<In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
+  const u32 largest = largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.rows * a.columns, first_item(grid), item_stride(grid)));
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
@@ -84,7 +73,7 @@ FP4KIT_DEVICE void amax_rows(const Arguments& a, Grid grid) {
   }
   for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const u32 largest = largest_of_block<kThreads>(largest_bits<In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
+    const u32 largest = largest_of_block<kThreads>(largest_bits<Transform, In, kInput, kAligned>(x, a.columns, threadIdx.x, kThreads));
     if (threadIdx.x == 0) a.amax[row] = largest;
   }
 }

@@ -2,6 +2,7 @@
 //
 // A thread takes runs of 16 bytes, so that a warp reads and writes whole lines, and loads a few before it uses the first.
 // Neighbouring threads share a block and find its amax together.
+#include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"
 
@@ -152,4 +153,7 @@ FP4KIT_DEVICE void fake(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) fake_kernel(Arguments a) { fake<R, Input, kAligned>(a, whole_grid()); }
+extern "C" __global__ void __launch_bounds__(kThreads) fake_kernel(Arguments a) {
+  find_amax<R, Input, kAligned>(a);
+  fake<R, Input, kAligned>(a, whole_grid());
+}

@@ -3,6 +3,7 @@
 // A thread takes a run of elements, neighbouring threads the runs of one block; a few runs are loaded before the first is used.
 // The factor of an E4M3 scale depends on its code alone, so each thread block makes a table of the factors first: two divisions
 // for each code instead of two for each block of elements.
+#include "amax.cuh"
 #include "quantize.cuh"
 
 template <class R, class In>
@@ -220,5 +221,6 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
+  find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());
 }

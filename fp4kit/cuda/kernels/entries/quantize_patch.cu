@@ -4,6 +4,7 @@
 // made. Blocks in a column: a patch is 16 rows of 8 bytes, so that no or one shuffle finds an amax, of two columns of 16 bits at once.
 // Codes along columns are gathered in shared memory, where a tile's columns are long enough to be written in whole sectors. Blocks in a
 // row: the tile is kept in shared memory too, and a thread takes runs of it.
+#include "amax.cuh"
 #include "quantize_patch_columns.cuh"
 #include "quantize_patch_square.cuh"
 
@@ -131,5 +132,6 @@ constexpr bool kIsLong = sizeof(Input::Bits) == 4;
 constexpr int kResident = kIsLong && R::kBlockRows > 1 ? 2 : R::kHadamard || (kIsLong && R::kDivide) ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kResident) quantize_patch_kernel(PatchArguments a) {
+  find_amax<R, Input, kAligned>(a);
   quantize_patch<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,5 +1,6 @@
 // quantize without block scales: one float32 scale for the tensor or for a row, any length (FP8, INT8, INT4 by tensor or channel).
 // A thread takes runs of neighbouring elements of one row, a few loaded before the first is used; ends of rows, one element at a time.
+#include "amax.cuh"
 #include "quantize.cuh"
 
 template <class R, class In>
@@ -95,5 +96,6 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_plain_kernel(Arguments a) {
+  find_amax<R, Input, kAligned>(a);
   quantize_plain<R, Input, kAligned>(a, whole_grid());
 }

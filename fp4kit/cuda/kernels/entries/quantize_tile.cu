@@ -1,8 +1,10 @@
 // Blocks of several rows, and 4over6, whatever the type and the size of the matrix.
+#include "amax.cuh"
 #include "quantize_tile.cuh"
 
 constexpr int kTilesPerMultiprocessor = R::kBlock > 16 ? 2 : 4;  // as many as spill no registers
 
 extern "C" __global__ void __launch_bounds__(kThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
+  find_amax<R, Input, kAligned>(a);
   quantize_tile<R, Input, kAligned>(a, whole_grid());
 }

@@ -41,3 +41,43 @@ FP4KIT_DEVICE u32 largest_of_block(u32 mine) {
   __syncthreads();
   return result;
 }
+
+constexpr int kAmaxRun = 16;
+
+// Largest of the elements [0, count) that thread `lane` of `lanes` takes.
+template <class Transform, class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
+  constexpr int kRun = kAmaxRun;
+  u32 largest = 0u;
+  const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
+  for (i64 i = lane; i < runs; i += lanes)
+    largest = maximum(largest, largest_of_run<Transform, In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
+  for (i64 i = runs * kRun + lane; i < count; i += lanes) largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
+  return largest;
+}
+
+struct Untransformed {
+  static constexpr bool kHadamard = false;
+  static constexpr u32 kSignMask = 0u;
+};
+
+// Where R::kFindsAmax, before anything else: the amax of the whole array, which every thread block finds for itself and then has in
+// a.tensor_amax; the first one also writes it to where that pointed. One launch instead of three, for arrays that are small.
+template <class R, class In, bool kAligned, class Arguments>
+FP4KIT_DEVICE void find_amax(Arguments& a) {
+  if constexpr (R::kFindsAmax) {
+    constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all
+                                 : R::kAmaxNan == AmaxNan::ignore  ? AmaxInput::no_nan
+                                                                   : AmaxInput::finite;
+    __shared__ float found;
+    const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
+    const u32 mine = largest_bits<Untransformed, In, kInput, kAligned>(x, a.rows * a.columns, threadIdx.x, kThreads);
+    const u32 largest = largest_of_block<kThreads>(mine);
+    if (threadIdx.x == 0) {
+      found = float_of(largest);
+      if (blockIdx.x == 0) *const_cast<float*>(a.tensor_amax) = found;
+    }
+    __syncthreads();
+    a.tensor_amax = &found;
+  }
+}
