@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.arithmetic import ieee
 from fp4kit.formats import FLOATS
-from fp4kit.quantized import scale_shape
+from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.check import check_quantized
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 
 ALIGNMENT = 16  # bytes: what a kernel stores at a time
 
