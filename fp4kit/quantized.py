@@ -185,8 +185,8 @@ class Quantized:
         >>> q = Quantized.from_parts(codes, scales, np.float32([4]), recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
         >>> q
         Quantized(nvfp4-compressed-tensors, shape=(1, 16), dtype=bfloat16, axis=1, scale_layout='linear', 6.5 bits a value)
-        >>> q.dequantize(np.float32)[0, :8]
-        array([ 0.25,  0.5 ,  0.75,  1.  ,  1.5 ,  2.  ,  3.  , -0.  ], dtype=float32)
+        >>> q.dequantize(np.float32)[0, :8].tolist()
+        [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
         """
         op, r = "from_parts", find_recipe(recipe)
         if r.fake_only:
@@ -205,7 +205,7 @@ class Quantized:
         """fp4kit.dequantize of it: its values, in the shape of x; dtype None is that of x.
 
         >>> import fp4kit, numpy as np
-        >>> fp4kit.quantize(np.float32([[6] * 16, [3] * 16]), "nvfp4-te").dequantize()[:, 0]
+        >>> fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4").dequantize()[:, 0]
         array([6., 3.], dtype=float32)
         """
         from fp4kit.ops.dequantize import dequantize

@@ -77,7 +77,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
     alone = not shared or (stored.dtype == one)
     if alone and high_nibble_first:
         raise ValueError(f"{op}: high_nibble_first is True, and packed holds one code a byte; leave it out")
-    bits = stored.array.view(np.uint8)
+    bits = _bits(stored.array)
     if stored.dtype == one:
         bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
         return _packed(op, bits) if shared else bits
@@ -90,6 +90,10 @@ def _packed(op: str, codes: Any) -> Any:
     if codes.shape[-1] % 2:
         raise ValueError(f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even")
     return pack(codes)
+
+
+def _bits(array: Any) -> Any:
+    return array if array.dtype == np.uint8 else array.view(np.uint8)
 
 
 def _check_bits(op: str, codes: Any, bits: int) -> None:
@@ -112,8 +116,9 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
             f"{op}: block_scale is {stored.dtype}; {recipe.id} has block scales of {recipe.scale}; "
             f"needs {wanted}, or uint8 or int8 of their bits; name the recipe that made them"
         )
-    bits = stored.array.view(np.uint8)
-    return bits.reshape(shape) if shape is not None and bits.size == _size(shape) else bits
+    bits = _bits(stored.array)
+    fits = shape is not None and bits.shape != shape and bits.size == _size(shape)
+    return bits.reshape(shape) if fits else bits
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -136,7 +141,8 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
         scale = _like(packed, _reciprocal(op, host) if divides else host)
     trimmed = _trimmed(scale.shape)
     matching = (shape for shape in (scale.shape, *shapes) if shape in shapes and _trimmed(shape) == trimmed)
-    return scale.reshape(next(matching, scale.shape))
+    shape = next(matching, scale.shape)
+    return scale if scale.shape == shape else scale.reshape(shape)
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -82,9 +82,9 @@ def _check_array(name: Any, q: Any) -> None:
     if not name:
         raise ValueError("save: a name is empty; needs one, such as 'weight'")
     if any("\ud800" <= c <= "\udfff" for c in name):
-        raise ValueError(f"save: the name {shown(name)!r} holds half a character, which UTF-8 cannot; needs text")
+        raise ValueError(f"save: the name '{shown(name)}' holds half a character, which UTF-8 cannot; needs text")
     if not isinstance(q, Quantized):
-        raise TypeError(f"save: {shown(name)!r} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
+        raise TypeError(f"save: '{shown(name)}' is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 
 
 def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
