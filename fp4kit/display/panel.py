@@ -82,12 +82,12 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
 
 
 def _bar(label: str, count: int, largest: int, total: int) -> Row:
-    eighths = max(round(8 * _BAR * count / largest), 1)
+    eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
     return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>'
+    bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
 

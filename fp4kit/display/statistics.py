@@ -111,12 +111,13 @@ def by_exponent(scales: np.ndarray, counts: np.ndarray, most: int = 16) -> tuple
 
 
 def _binned(found: dict[int, int], most: int) -> Iterator[tuple[str, int]]:
-    """A bar for every exponent between the first and the last, or for every 2, 4, 8, ... of them."""
-    if not found:
-        return
-    first, last, width = min(found), max(found), 1
-    while last // width - first // width >= most:
+    """A bar for every exponent that there is, or for 2, 4, 8, ... neighbours; those between two are shown too where all fit."""
+    width = 1
+    while len({e // width for e in found}) > most:
         width *= 2
-    for low in range(first // width * width, last + 1, width):
+    lows = sorted({e // width * width for e in found})
+    if lows and (lows[-1] - lows[0]) // width < most:
+        lows = list(range(lows[0], lows[-1] + 1, width))
+    for low in lows:
         label = f"2^{low}" if width == 1 else f"2^{low} to 2^{low + width - 1}"
         yield label, sum(found.get(e, 0) for e in range(low, low + width))
