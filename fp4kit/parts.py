@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +20,18 @@ def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]
     """Shape of the linear block scales of an array whose quantized axis is last."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
+
+
+def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None without."""
+    found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
+    return shape if shape in found else next(iter(found), None)
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 class Wanted(NamedTuple):

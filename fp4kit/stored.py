@@ -14,6 +14,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8
 from fp4kit.interop import check_tensor, cupy, import_arrays, making_current
 from fp4kit.layouts import pack
+from fp4kit.parts import fitting_shape
 from fp4kit.recipes import Recipe
 
 # dtypes of one number a byte that say a format; uint8 and int8 hold the bits of any.
@@ -126,7 +127,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
-    """A tensor scale that multiplies on decode: float32, where packed is, in one of `shapes`, to which axes of length 1 are cut.
+    """A tensor scale that multiplies on decode: float32, where packed is, in the one of `shapes` that it fits (fitting_shape).
 
     given: float32, or another float whose numbers are float32s. divides: 1 / given, one rn division; both by way of the host.
     Raises TypeError for a dtype that is no float; ValueError for a number that is no float32 and, where it divides, 0 or None.
@@ -139,16 +140,8 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
     if scale.dtype != np.float32 or divides:
         host = _exact(op, scale if isinstance(scale, np.ndarray) else scale.get())
         scale = _like(packed, _reciprocal(op, host) if divides else host)
-    trimmed = _trimmed(scale.shape)
-    matching = (shape for shape in (scale.shape, *shapes) if shape in shapes and _trimmed(shape) == trimmed)
-    shape = next(matching, scale.shape)
-    return scale if scale.shape == shape else scale.reshape(shape)
-
-
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    while shape and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
+    shape = fitting_shape(scale.shape, shapes)
+    return scale if shape in (None, scale.shape) else scale.reshape(shape)
 
 
 def _like(array: Any, host: np.ndarray) -> Any:

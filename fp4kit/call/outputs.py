@@ -43,8 +43,10 @@ def check_quantized_out(call: Any) -> None:
     check_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
     for name, value in wanted.items():
-        if getattr(out, name) != value:
-            raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
+        found = getattr(out, name)
+        if found != value:
+            found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # one line
+            raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     for name, (shape, dtype) in _parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
