@@ -15,6 +15,7 @@ from on_gpu import REPRESENTATIVE
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.pieces import box_of
 from fp4kit.quantized import PARTS
 from fp4kit.recipes import RECIPES
 
@@ -70,6 +71,22 @@ def test_slices_of_stacks(data):
     a, b = sorted(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2)))
     assert_same_bits(values(q[a:b]), values(q)[a:b])
     assert q[a:b].tensor_scale is None or q[a:b].tensor_scale.shape == q.tensor_scale[a:b].shape if experts else True
+
+
+@given(st.data())
+def test_boxes(data):
+    """Cut along every axis at once, as compare does."""
+    name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
+    axis = data.draw(st.sampled_from([1, 2]))
+    experts = [300.0, 2.0, 7.0] if RECIPES[name].tensor_scaling == "tensor" else None
+    q = fp4kit.quantize(STACK, name, axis=axis, tensor_amax=experts)
+    steps = [1, 1, 1]
+    steps[axis] = q.recipe.length_multiple
+    steps[3 - axis] = q.recipe.block_rows
+    counts = (n // s for n, s in zip(q.shape, steps, strict=True))
+    edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in counts]
+    box = tuple(slice(a * s, b * s) for (a, b), s in zip(edges, steps, strict=True))
+    assert_same_bits(values(box_of(q, box)), values(q)[box])
 
 
 def test_slices_along_the_blocks_of_the_first_axis():
