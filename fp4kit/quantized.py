@@ -236,6 +236,9 @@ class Quantized:
 
         return rows_of(self, rows)
 
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("Quantized: is no array of numbers; needs q.dequantize() for its values, or q.packed for its codes")
+
     def equals(self, other: Quantized) -> bool:
         """Whether all fields are equal, and all parts in every bit: NaN patterns, tensor_amax and padding too.
 

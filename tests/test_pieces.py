@@ -155,8 +155,10 @@ def test_steps_and_iteration():
     for step in (2, -1):
         with pytest.raises(ValueError, match=f"^Quantized: the slice has a step of {step}; needs neighbouring rows"):
             q[::step]
-    for spread in (list, np.asarray):
-        with pytest.raises(TypeError, match=r"^Quantized: q\[0\] is no slice"):
+    with pytest.raises(TypeError, match=r"^Quantized: q\[0\] is no slice"):
+        list(q)
+    for spread in (np.asarray, np.abs, lambda q: np.zeros(128) + q):
+        with pytest.raises(TypeError, match=r"^Quantized: is no array of numbers; needs q.dequantize\(\) for its values"):
             spread(q)
 
 

@@ -17,7 +17,8 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
 
     The message gives the count, the first coordinate and both bit patterns there.
     """
-    if isinstance(actual, Quantized):
+    if isinstance(actual, Quantized) or isinstance(expected, Quantized):
+        assert type(actual) is type(expected), f"{name}: {type(actual).__name__} and {type(expected).__name__}"
         for part in PARTS:
             a, b = getattr(actual, part), getattr(expected, part)
             assert (a is None) == (b is None), f"{part}: {a!r} and {b!r}"
