@@ -23,6 +23,7 @@ from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "fake_quantize_grouped",
     "fake_quantize_grouped_backward",
     "identify",
+    "load",
     "pack",
     "partial_amax",
     "partial_cast",
@@ -55,6 +57,7 @@ __all__ = [
     "recipe",
     "recipes",
     "requantize",
+    "save",
     "swizzle",
     "transpose",
     "unpack",

@@ -33,6 +33,11 @@ def check_layout(op: str, layout: str) -> None:
         raise ValueError(f"{op}: scale_layout is {layout!r}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
 
+def tile_rows(layout: str) -> int:
+    """Rows of scales whose bytes lie together in a layout: 1, 128 or 8."""
+    return _TILE_ROWS.get(layout, 1)
+
+
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
     check_layout("padded_shape", layout)

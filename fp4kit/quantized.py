@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
+from fp4kit import stored
 from fp4kit.formats import FLOATS
 from fp4kit.interop import import_arrays
-from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.libraries import Library, library_of, numpy_dtype
+from fp4kit.parts import scale_shape, wanted_parts
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
-PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
+PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 _NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -62,7 +62,7 @@ class Quantized:
         put(self, "dtype", numpy_dtype("Quantized", self.dtype))
         if self.dtype not in FLOATS:
             raise TypeError(f"Quantized: dtype is {self.dtype}; needs float32, float16 or bfloat16, the dtype of x")
-        axis, packed, scales, covered = _wanted(self.shape, operator.index(self.axis), self.recipe, self.scale_layout)
+        axis, packed, scales, covered = wanted_parts(self.shape, operator.index(self.axis), self.recipe, self.scale_layout)
         put(self, "axis", axis)
         library = library_of(self.packed)
         if library is not None:
@@ -154,12 +154,12 @@ class Quantized:
         """The arrays by their names; None for those that are missing."""
         return {name: getattr(self, name) for name in PARTS}
 
-    def imported(self) -> Quantized:
-        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's."""
+    def imported(self, op: str = "Quantized") -> Quantized:
+        """Itself, or the same with NumPy or CuPy arrays on the memory of another library's; op: what errors begin with."""
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
         there = {name: array for name, array in self.parts().items() if array is not None}
-        return replace(self, **dict(zip(there, import_arrays("Quantized", **there), strict=True)))
+        return replace(self, **dict(zip(there, import_arrays(op, **there), strict=True)))
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
@@ -177,11 +177,139 @@ class Quantized:
         parts = (self.packed, self.block_scale, self.tensor_scale)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
+    @classmethod
+    def from_parts(
+        cls,
+        packed: Any,
+        block_scale: Any,
+        tensor_scale: Any = None,
+        *,
+        recipe: Recipe | str,
+        shape: tuple[int, ...] | None = None,
+        dtype: Any = "bfloat16",
+        axis: int = -1,
+        scale_layout: str = "linear",
+        tensor_scale_divides: bool = False,
+        high_nibble_first: bool = False,
+    ) -> Quantized:
+        """A Quantized of the tensors of a checkpoint, without copies but of what must change.
+
+        packed: codes, shaped as in a Quantized: bytes as uint8, int8 or float4_e2m1fn_x2; or numbers of the recipe's own element
+            dtype, one a byte: float8_e4m3fn, float8_e5m2, int8, float6_*, and float4_e2m1fn and int4, which are packed.
+        block_scale: uint8 or int8 bit patterns, float8_e4m3fn or float8_e8m0fnu, as the recipe has; None where it has none. Under
+            a swizzled scale_layout, of any shape of the padded size.
+        tensor_scale: shaped as in a Quantized, but for axes of length 1 at the end: float32, or the same numbers as float16,
+            bfloat16, float64 or a Python float.
+        recipe: its producer's. shape: of x; None takes that of packed. dtype: of x; most checkpoints are made from bfloat16.
+        tensor_scale_divides: what is stored divides on decode, as the weight_global_scale of compressed-tensors does.
+        high_nibble_first: the even element of a pair of codes is in the high nibble.
+        Arrays are of any library, all on one device. tensor_amax is None: no checkpoint has one.
+
+        Raises TypeError for a dtype that is not the recipe's; ValueError for a tensor scale that is no float32, or 0 and divides,
+        codes of more bits than the element has, high_nibble_first where no codes share a byte, a recipe without codes; and what
+        Quantized raises. On a device, only tensor scales that divide or are no float32 are read, which waits for it.
+        Numerics: 1 / tensor_scale, rn, where it divides. Nothing else is computed.
+        Exact: a divisor is known by its reciprocal; values are the producer's where no other divisor that it writes has the same.
+
+        >>> import ml_dtypes, numpy as np
+        >>> codes = np.array([[0x21, 0x43, 0x65, 0x87, 0, 0, 0, 0]], np.uint8)
+        >>> scales = np.array([[2.0]], ml_dtypes.float8_e4m3fn)
+        >>> q = Quantized.from_parts(codes, scales, np.float32([4]), recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
+        >>> q
+        Quantized(nvfp4-compressed-tensors, shape=(1, 16), dtype=bfloat16, axis=1, scale_layout='linear', 6.5 bits a value)
+        >>> q.dequantize(np.float32)[0, :8].tolist()
+        [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
+        """
+        op, r = "from_parts", find_recipe(recipe)
+        if r.fake_only:
+            raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
+        found = stored.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
+        codes = stored.codes(op, found["packed"], r, high_nibble_first)
+        shape = stored.shape_of(op, codes, r, operator.index(axis)) if shape is None else _as_shape(shape)
+        wanted = wanted_parts(shape, operator.index(axis), r, scale_layout)
+        scales = stored.block_scales(op, found["block_scale"], r, None if scale_layout == "linear" else wanted.block_scale)
+        scale = stored.tensor_scale(op, found["tensor_scale"], codes, wanted.tensor_scale, tensor_scale_divides)
+        q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
+        library = library_of(packed)
+        if library is None:
+            return q
+        with library.at_home(packed) as give:
+            return q.with_parts(give)
+
+    # Methods that are another spelling of functions further up import them when they are called.
+
+    def dequantize(self, dtype: Any = None) -> Any:
+        """fp4kit.dequantize of it: its values, in the shape of x; dtype None is that of x.
+
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4").dequantize()[:, 0]
+        array([6., 3.], dtype=float32)
+        """
+        from fp4kit.ops.dequantize import dequantize
+
+        return dequantize(self, dtype)
+
+    def __len__(self) -> int:
+        """Length of the first axis of x. A Quantized without rows is false, as an empty list is."""
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Quantized:
+        """q[a:b], what x[a:b] is: whole blocks of x's first axis, whose values are q.dequantize()[a:b]. Views, no copies.
+
+        a and b are multiples of the rows of a block (of its length where the first axis is the quantized one), or the end; any
+        tensors of a stack. Swizzled scales are cut between whole tiles of 128 or 8 rows; cut fp4kit.unswizzle(q) elsewhere.
+        tensor_amax stays that of the whole tensor, which tensor_scale was made from.
+        Raises TypeError for anything but a slice; ValueError for a step, and for a cut inside a block or a tile.
+
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((64, 32), np.float32), "nvfp4-te-2d")
+        >>> q[16:48].shape, len(q[32:])
+        ((32, 32), 32)
+        >>> q[8:16]
+        Traceback (most recent call last):
+        ValueError: Quantized: q[8:16] cuts blocks of 16; needs multiples of 16, or the end
+        """
+        from fp4kit.pieces import rows_of
+
+        return rows_of(self, rows)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("Quantized: is no array of numbers; needs q.dequantize() for its values, or q.packed for its codes")
+
+    def equals(self, other: Quantized) -> bool:
+        """Whether all fields are equal, and all parts in every bit: NaN patterns, tensor_amax and padding too.
+
+        What is on a GPU is copied to the host first, which waits for the device. fp4kit.compare says where two differ.
+        Raises TypeError unless other is a Quantized.
+
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.ones((4, 32), np.float32), "nvfp4-te")
+        >>> q.equals(q[0:4]), q.equals(q[0:2])
+        (True, False)
+        """
+        from fp4kit.pieces import same_bits
+
+        return same_bits(self, other)
+
+    def __str__(self) -> str:
+        from fp4kit.display.quantized import panel
+
+        return panel(self).text()
+
+    def _repr_html_(self) -> str:
+        from fp4kit.display.quantized import panel
+
+        return panel(self).html()
+
+    @property
+    def bits_per_value(self) -> float:
+        """Bits of codes and scales for every value; 0 where there are none."""
+        return 8 * self.nbytes / max(prod(self.shape), 1)
+
     def __repr__(self) -> str:
-        bits = 8 * self.nbytes / max(prod(self.shape), 1)
         return (
             f"Quantized({self.recipe.id}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
-            f"scale_layout={self.scale_layout!r}, {bits:.3g} bits a value)"
+            f"scale_layout={self.scale_layout!r}, {self.bits_per_value:.3g} bits a value)"
         )
 
 
@@ -190,54 +318,6 @@ def assembled(**fields: Any) -> Quantized:
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
-
-
-def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of the packed codes of an array whose quantized axis is last."""
-    *lead, K = moved_shape
-    return (*lead, recipe.element.packing.length(K))
-
-
-def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Shape of the linear block scales of an array whose quantized axis is last."""
-    *lead, K = moved_shape
-    return (*lead, K // recipe.block_size)
-
-
-class _Parts(NamedTuple):
-    """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of tensor_scale."""
-
-    axis: int
-    packed: tuple[int, ...]
-    block_scale: tuple[int, ...] | None
-    tensor_scale: tuple[tuple[int, ...], ...]
-
-
-@lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
-def _wanted(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> _Parts:
-    """What the parts of a Quantized must be. Raises ValueError for an axis, a length or a layout that the shape has not."""
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
-    axis %= len(shape)
-    check_layout("Quantized", layout)
-    if shape[axis] % r.length_multiple:
-        raise ValueError(f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}")
-    moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
-    if layout != "linear" and len(shape) < 2 and r.scale is not None:
-        raise ValueError(f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'")
-    scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
-    return _Parts(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
-
-
-def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    if r.tensor_scaling == "row":
-        yield moved[:-1]
-    elif r.tensor_scaling == "block":
-        yield scale_shape(moved, r)
-    elif r.tensor_scaling == "tensor":
-        yield ()
-        if len(moved) > 2:
-            yield moved[:1]
 
 
 def _as_shape(shape: Any) -> tuple[int, ...]:

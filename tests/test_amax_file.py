@@ -143,13 +143,13 @@ def test_what_is_no_safetensors_file(content, message, tmp_path):
 def test_damaged_headers(tmp_path):
     entry = {f"{BASE}._amax": ("F32", [], ONE.tobytes())}
     write_raw(tmp_path / "a", entry, twice=True)
-    with pytest.raises(ValueError, match=r"stands twice in the header|not a usable safetensors file"):
+    with pytest.raises(ValueError, match=r"stands twice; keep one of them|not a usable safetensors file"):
         AmaxState.load(tmp_path / "a")
     for experts in ([1], {"x": 1}, {BASE: "4"}, {BASE: 0}, {BASE: True}):
         write_raw(tmp_path / "a", entry, {"fp4kit_amax": json.dumps({"experts": experts})})
         with pytest.raises(ValueError, match="its metadata says experts"):
             AmaxState.load(tmp_path / "a")
-    for text, message in (("{", "its metadata fp4kit_amax is damaged"), ("[1]", re.escape("is [1]; needs an object"))):
+    for text, message in (("{", "metadata fp4kit_amax: not valid JSON"), ("[1]", "metadata fp4kit_amax: holds a JSON list")):
         write_raw(tmp_path / "a", entry, {"fp4kit_amax": text})
         with pytest.raises(ValueError, match=message):
             AmaxState.load(tmp_path / "a")

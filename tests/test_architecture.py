@@ -24,7 +24,11 @@ LAYERS = (
     {"dlpack"},
     {"interop"},
     {"libraries"},
+    {"parts"},
+    {"stored"},
     {"quantized"},
+    {"pieces"},
+    {"display", "storage"},
     {"call"},
     {"reference"},
     {"cuda"},
@@ -65,6 +69,18 @@ def imported_modules(path):
                     yield submodule if submodule in MODULES else node.module
 
 
+# Methods that are another spelling of a function further up, which they import when they are called: nothing else points upwards.
+SPELLINGS = {
+    "fp4kit.quantized": {"fp4kit.pieces", "fp4kit.display.quantized", "fp4kit.ops.dequantize"},
+    "fp4kit.recipes.schema": {"fp4kit.display.recipe"},
+}
+
+
+def imported_at_once(module):
+    """Modules that a module imports, but for those of SPELLINGS, which are imported inside of methods."""
+    return [other for other in imported_modules(MODULES[module]) if other not in SPELLINGS.get(module, ())]
+
+
 def part(module):
     """The module or package of the layers that a module belongs to."""
     parts = module.split(".")
@@ -74,13 +90,22 @@ def part(module):
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_point_one_way(module):
     assert part(module) in LAYER, f"{module} has no layer: add it to LAYERS"
-    for other in imported_modules(MODULES[module]):
+    for other in imported_at_once(module):
         assert other in MODULES, f"{module} imports {other}, which does not exist"
         assert part(other) == part(module) or LAYER[part(other)] < LAYER[part(module)], f"{module} imports {other}"
 
 
+@pytest.mark.parametrize("module", SPELLINGS)
+def test_spellings_import_inside_of_methods_alone(module):
+    methods = [node for kind in tree(MODULES[module]).body if isinstance(kind, ast.ClassDef) for node in kind.body]
+    inside = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.ImportFrom)]
+    anywhere = [node for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.ImportFrom)]
+    assert {node.module for node in inside} == SPELLINGS[module]
+    assert not {node.module for node in anywhere if node not in inside} & SPELLINGS[module]
+
+
 def test_imports_have_no_cycles():
-    graph = {module: set(imported_modules(path)) - {module} for module, path in MODULES.items()}
+    graph = {module: set(imported_at_once(module)) - {module} for module in MODULES}
     graph = {module: {other for other in others if other != module.rpartition(".")[0]} for module, others in graph.items()}
     while graph:
         leaves = {module for module, others in graph.items() if not others & graph.keys()}
@@ -136,7 +161,7 @@ def arguments(node):
 def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
     functions = ((path, node) for path in FILES for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef))
     many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
-    assert many == {"quantize.quantize", "grouped.quantize_grouped", "grouped_plan.__init__"}
+    assert many == {"quantize.quantize", "grouped.quantize_grouped", "grouped_plan.__init__", "quantized.from_parts"}
 
 
 def undocumented(path):

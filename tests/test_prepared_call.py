@@ -19,7 +19,7 @@ from fp4kit.cuda import engine, geometry, launch, loader
 from fp4kit.cuda import prepared as prepared_call
 from fp4kit.cuda.geometry import Launch
 from fp4kit.cuda.ways import ROWS
-from fp4kit.quantized import packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.arithmetic import ieee
 from fp4kit.formats import FLOATS
-from fp4kit.quantized import scale_shape
+from fp4kit.parts import fitting_shape, scale_shape
 from fp4kit.recipes import Recipe
 
 
@@ -94,12 +94,9 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
         if amax.size == 1:
             return amax.reshape(())
         allowed = [(), (moved_shape[0],)] if len(moved_shape) > 2 else [()]
-    for shape in allowed:
-        trimmed = amax.shape
-        while len(trimmed) > len(shape) and trimmed[-1] == 1:
-            trimmed = trimmed[:-1]
-        if trimmed == shape:
-            return amax.reshape(shape)
+    shape = fitting_shape(amax.shape, allowed)
+    if shape is not None:
+        return amax.reshape(shape)
     if recipe.tensor_scaling == "block" and amax.size == prod(wanted):
         return amax.reshape(wanted)
     raise ValueError(f"{op}: tensor_amax has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")

@@ -60,4 +60,4 @@ def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
     """q, which must be a Quantized, with NumPy or CuPy arrays."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
-    return q.imported()
+    return q.imported(op)

@@ -11,7 +11,8 @@ from fp4kit.call.check import check_quantized
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import padded_shape
 from fp4kit.libraries import library_of
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 
 ALIGNMENT = 16  # bytes: what a kernel stores at a time
 
@@ -54,8 +55,10 @@ def check_quantized_out(call: Any) -> None:
     check_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
     for name, value in wanted.items():
-        if getattr(out, name) != value:
-            raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
+        found = getattr(out, name)
+        if found != value:
+            found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # one line
+            raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     for name, (shape, dtype) in _parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)

@@ -2,9 +2,9 @@
 
 from fp4kit.checkpoint.compare import CheckpointComparison, compare_checkpoints
 from fp4kit.checkpoint.convert import ConversionReport, convert, execute
-from fp4kit.checkpoint.errors import CheckpointError
 from fp4kit.checkpoint.inspect import Checkpoint, open_checkpoint
 from fp4kit.checkpoint.plan import Plan, make_plan
+from fp4kit.storage.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

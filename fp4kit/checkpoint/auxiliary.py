@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4kit.checkpoint.errors import CheckpointError
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained
+from fp4kit.storage.errors import CheckpointError
 
 COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
 COPIED_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "README")

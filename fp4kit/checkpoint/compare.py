@@ -19,8 +19,8 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint import schema
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.inspect import Checkpoint, Layer, open_checkpoint
-from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, TensorReader
 from fp4kit.checkpoint.statistics import sqnr_db
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, TensorReader
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from fp4kit.checkpoint import schema, staging
-from fp4kit.checkpoint.errors import CheckpointError, shown
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
-from fp4kit.checkpoint.json_object import dump_object
 from fp4kit.checkpoint.plan import Plan, ShardPlan, TensorPlan, make_plan
-from fp4kit.checkpoint.safetensors_file import NUMPY_DTYPES, TensorReader
 from fp4kit.checkpoint.statistics import Tally, amax_and_nonfinite, tally, total
-from fp4kit.checkpoint.writer import SafetensorsWriter
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import dump_object
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES, TensorReader
+from fp4kit.storage.whole_file import write_file
+from fp4kit.storage.writer import SafetensorsWriter
 
 SLAB_BYTES = 16 << 20  # of source elements that are in memory at a time
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
@@ -201,10 +202,10 @@ def _write_configs(plan: Plan, folder: Path) -> None:
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
         index = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-        staging.write_file(folder / INDEX, dump_object(index))
+        write_file(folder / INDEX, dump_object(index))
     config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
     if isinstance(config.get("text_config"), dict):
         config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
     config["quantization_config"] = schema.quantization_config(plan.format, plan.ignore, plan.recipe.id)
-    staging.write_file(folder / CONFIG, dump_object(config))
-    staging.write_file(folder / HF_QUANT_CONFIG, dump_object(schema.hf_quant_config(plan.format, plan.ignore), 4))
+    write_file(folder / CONFIG, dump_object(config))
+    write_file(folder / HF_QUANT_CONFIG, dump_object(schema.hf_quant_config(plan.format, plan.ignore), 4))

@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.errors import CheckpointError, listed, shown
-from fp4kit.checkpoint.json_object import load_object
-from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.json_object import load_object
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

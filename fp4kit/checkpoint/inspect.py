@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint import schema
-from fp4kit.checkpoint.errors import CheckpointError
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, open_model_files
-from fp4kit.checkpoint.json_object import load_object
-from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.json_object import load_object
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
 
 _PARTS = (schema.WEIGHT, schema.SCALE, schema.TENSOR_SCALE, schema.INPUT_SCALE)
 

@@ -13,11 +13,11 @@ from typing import Literal
 
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, schema, sharing
-from fp4kit.checkpoint.errors import CheckpointError, listed, shown
 from fp4kit.checkpoint.files import HF_QUANT_CONFIG, INDEX, Source, open_source
-from fp4kit.checkpoint.safetensors_file import SafetensorsFile, TensorEntry
 from fp4kit.checkpoint.selection import Selection
 from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _QUANTIZED_NAMES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",

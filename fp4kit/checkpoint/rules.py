@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from fp4kit.checkpoint.errors import CheckpointError
 from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
-FLOATS = ("F32", "F16", "BF16")
 _LAYER_COUNTS = ("num_hidden_layers", "encoder_layers", "decoder_layers")
 _MAX_LAYERS = 100_000
 _LAYER = re.compile(r"((?:^|.*?\.)layers\.(\d{1,9}))(?:\.|$)")
@@ -145,7 +145,7 @@ def _conv1d(tensor: Candidate) -> str | None:
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    return None if tensor.dtype in FLOATS else f"dtype {tensor.dtype} is not one of {', '.join(FLOATS)}"
+    return None if tensor.dtype in FLOAT_DTYPES else f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}"
 
 
 def _empty(tensor: Candidate) -> str | None:

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from fp4kit import __version__
-from fp4kit.checkpoint.errors import CheckpointError
-from fp4kit.checkpoint.safetensors_file import nbytes_of
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.safetensors_file import nbytes_of
 
 WEIGHT, SCALE, TENSOR_SCALE, INPUT_SCALE = "weight", "weight_scale", "weight_scale_2", "input_scale"
 

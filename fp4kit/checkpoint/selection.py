@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from fp4kit.checkpoint import rules
-from fp4kit.checkpoint.errors import CheckpointError, listed, shown
 from fp4kit.checkpoint.files import Source
 from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
 def _matching(modules: Iterable[str], pattern: str) -> list[str]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fp4kit.checkpoint.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.whole_file import sync_directory
 
 
 def check_destination(source: Path, destination: Path) -> None:
@@ -30,23 +31,6 @@ def check_space(destination: Path, needed: int) -> None:
     free = shutil.disk_usage(destination.parent).free
     if free < needed:
         raise CheckpointError(f"{destination}: needs {needed} bytes, {free} are free; free space or name another disk")
-
-
-def _sync_directory(path: Path) -> None:
-    """Push the entries of a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file and push it to the disk; a file or link that exists is an error."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def copy_file(source: Path, destination: Path) -> None:
@@ -71,11 +55,11 @@ def staged_directory(destination: Path) -> Iterator[Path]:
     try:
         yield partial
         for folder, _, _ in os.walk(partial):
-            _sync_directory(Path(folder))
+            sync_directory(Path(folder))
         if os.path.lexists(destination):
             raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
         os.rename(partial, destination)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync_directory(destination.parent)
+    sync_directory(destination.parent)

@@ -19,10 +19,10 @@ from rich.table import Table
 from fp4kit.checkpoint.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.checkpoint.convert import ConversionReport, execute
 from fp4kit.checkpoint.demo import demo_source
-from fp4kit.checkpoint.errors import CheckpointError, shown
 from fp4kit.checkpoint.inspect import Checkpoint, open_checkpoint, quantization_summary
 from fp4kit.checkpoint.plan import Plan, make_plan
 from fp4kit.checkpoint.statistics import Tally
+from fp4kit.storage.errors import CheckpointError, shown
 
 EQUAL, DIFFERENT, ERROR, INTERRUPTED = 0, 1, 2, 130
 Command = Callable[[argparse.Namespace], int]

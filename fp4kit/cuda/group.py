@@ -21,7 +21,8 @@ from fp4kit.cuda.engine.matrices import split, work_of
 from fp4kit.cuda.grouped import Launch
 from fp4kit.cuda.launch import Matrix, empty_scales
 from fp4kit.cuda.ways import Work
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 
 AmaxRows = tuple[Rows, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
 

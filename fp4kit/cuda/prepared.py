@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,14 +23,15 @@ from fp4kit.cuda import transpose as transpose_launcher
 from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
+from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
 from fp4kit.cuda.ways import Arguments, Work, way_of
 from fp4kit.cuda.ways import find as find_way
 from fp4kit.layouts import padded_shape
 from fp4kit.libraries import torch_arrays
-from fp4kit.quantized import Quantized, assembled, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized, assembled
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
-FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
 Key = tuple[Hashable, ...]
 _CALLS: dict[Key, Callable[..., Any]] = {}
 
@@ -82,42 +82,6 @@ def _cupy_facts(a: Any) -> Hashable:
 
 def _is_cupy(a: Any) -> bool:
     return type(a.packed if type(a) is Quantized else a).__module__ == "cupy"
-
-
-class Memory(NamedTuple):
-    """How a prepared call handles the arrays of a library: where they are, new ones, and the stream of its launches.
-
-    empty, zeros: of a shape and a NumPy dtype. clear: makes a float32 0. stream(): the current one.
-    """
-
-    address: Callable[[Any], int]
-    empty: Callable[[tuple[int, ...], np.dtype], Any]
-    zeros: Callable[[tuple[int, ...], np.dtype], Any]
-    clear: Callable[[Any, Any], None]
-    stream: Callable[[], Any]
-
-    def address_of(self, a: Any) -> int:
-        """Pointer of an array, 0 for None."""
-        return 0 if a is None else self.address(a)
-
-
-def memory_of(a: Any) -> Memory:
-    """Of a CuPy array or a tensor of PyTorch."""
-    return _cupy_memory() if _is_cupy(a) else _torch_memory(a.device)
-
-
-def _cupy_memory() -> Memory:
-    cupy = interop.cupy()
-    clear = lambda a, stream: a.data.memset_async(0, FLOAT32.itemsize)  # noqa: E731
-    return Memory(lambda a: a.data.ptr, cupy.ndarray, cupy.zeros, clear, cupy.cuda.get_current_stream)
-
-
-@cache
-def _torch_memory(device: Any) -> Memory:
-    empty, zeros = (torch_arrays.maker(device, zeros) for zeros in (False, True))
-    set_to = interop.cupy().cuda.runtime.memsetAsync
-    clear = lambda a, stream: set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)  # noqa: E731
-    return Memory(lambda a: a.data_ptr(), empty, zeros, clear, partial(torch_arrays.stream_of, device))
 
 
 class Result(NamedTuple):
@@ -204,12 +168,15 @@ class QuantizeCall:
         if self.amax is not None:
             amax = memory.empty((), FLOAT32) if out is None else out.tensor_amax
             self.amax(memory, at, amax, stream)
-        row, column = (None if part is None else out or part.make(memory, amax) for part in (self.row, self.column))
+        if out is None:
+            row, column = (part and part.make(memory, amax) for part in (self.row, self.column))
+        else:
+            row, column = self.row and out, self.column and out
         addresses = [at, *_parts(row, address), *_parts(column, address), address(amax)]
         copy = 0 if out is None or out.tensor_amax is amax else address(out.tensor_amax)
         addresses += (0 if copy == addresses[-1] else copy, 0, 0)  # by the kernel: a copy costs as much as a launch
         self.launch(*[addresses[i] for i in self.order], stream=stream)
-        return (row, column) if row is not None and column is not None else row or column
+        return column if row is None else row if column is None else (row, column)
 
 
 def _parts(q: Quantized | None, address: Callable[[Any], int]) -> tuple[int, int, int]:
@@ -226,7 +193,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     way = find_way(work) if columns or call.axis == last else None
     if way is None or not _is_one_matrix(call.x, call.recipe, call.tensor_amax) or count(call, work, call.tensor_amax) != 1:
         return None
-    if call.out and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
+    if call.out is not None and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
         return None
     work = finding(call, work)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)

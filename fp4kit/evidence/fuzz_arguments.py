@@ -9,7 +9,7 @@ from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.evidence.fuzz_arrays import Array, View
 from fp4kit.evidence.fuzz_cases import Case, Options
 from fp4kit.evidence.fuzz_statements import Dtype, Program
-from fp4kit.quantized import scale_shape
+from fp4kit.parts import scale_shape
 
 
 def faulty(case: Case) -> Case:

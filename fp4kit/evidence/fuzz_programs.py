@@ -22,7 +22,7 @@ from fp4kit.evidence.fuzz_arguments import (
 from fp4kit.evidence.fuzz_cases import Case, Options
 from fp4kit.evidence.fuzz_statements import Program, Ref, Statement
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized import packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
 
 
 def program(case: Case) -> list[Statement]:

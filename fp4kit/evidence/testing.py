@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E2M1, bit_patterns
-from fp4kit.quantized import Quantized
+from fp4kit.quantized import PARTS, Quantized
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
@@ -17,8 +17,9 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
 
     The message gives the count, the first coordinate and both bit patterns there.
     """
-    if isinstance(actual, Quantized):
-        for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+    if isinstance(actual, Quantized) or isinstance(expected, Quantized):
+        assert type(actual) is type(expected), f"{name}: {type(actual).__name__} and {type(expected).__name__}"
+        for part in PARTS:
             a, b = getattr(actual, part), getattr(expected, part)
             assert (a is None) == (b is None), f"{part}: {a!r} and {b!r}"
             if a is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
@@ -11,10 +12,13 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
+from fp4kit.display.panel import Panel
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import unpacked, unswizzle_scales
-from fp4kit.ops.compare_values import Box, Reader, boxes, compare_values
+from fp4kit.ops.compare_values import Reader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
+from fp4kit.pieces import box_of
+from fp4kit.pieces import on_host as quantized_on_host
 from fp4kit.quantized import Quantized
 
 Count = tuple[int, int]  # differing, compared
@@ -54,16 +58,24 @@ class Comparison:
         return self.equal
 
     def __str__(self) -> str:
-        rows = [(name, part) for name, part in (("codes", self.codes), ("block scales", self.scales),
-                ("tensor scales", self.tensor_scales), ("values", self.values)) if part[1]]  # fmt: skip
-        lines = [f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"]
-        lines += [f"  {name:14}{part[0]:>12,} of {part[1]:>14,} differ  ({100 * part[0] / part[1]:.3g}%)" for name, part in rows]
+        return "\n".join([self._title(), *(f"  {name:15}{text}".rstrip() for name, text in self._facts())])
+
+    def _repr_html_(self) -> str:
+        return Panel(self._title(), tuple(self._facts())).html()
+
+    def _title(self) -> str:
+        return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        for name, part in (("codes", self.codes), ("block scales", self.scales), ("tensor scales", self.tensor_scales),
+                           ("values", self.values)):  # fmt: skip
+            if part[1]:
+                yield name, f"{part[0]:>11,} of {part[1]:>14,} differ  ({100 * part[0] / part[1]:.3g}%)"
         if self.first is not None:
             at, x, y = self.first
-            lines.append(f"  largest        {self.max_ulp:,} ulp, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB")
+            yield "largest", f"{self.max_ulp:,} ulp, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
-            lines.append(f"  first          at {at}: {x:.{digits}g} and {y:.{digits}g}")
-        return "\n".join(lines)
+            yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
 
 
 @ieee("compare")
@@ -119,7 +131,7 @@ def _linear(a: Any) -> Any:
 
 def _reader(a: Any) -> Reader:
     if isinstance(a, Quantized):
-        return lambda box: dequantize(part_of(a, box), np.float32)
+        return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
@@ -132,27 +144,6 @@ def _multiples(*both: Any) -> list[int]:
     return multiples
 
 
-def part_of(q: Quantized, box: Box) -> Quantized:
-    """A box of a Quantized with linear scales, cut between blocks: in the shape of the box, without copies."""
-    *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
-
-    def cut(a: np.ndarray) -> np.ndarray:  # a's last axis has a part of the quantized one's length
-        step = q.shape[q.axis] // a.shape[-1]
-        return a[(*lead, slice(last.start // step, -(-last.stop // step)))]
-
-    def cut_tensor(a: Any) -> Any:
-        per_block = q.moved_shape[:-1] + q.scale_shape[-1:]
-        if np.ndim(a) == 0 or a.shape == per_block:
-            return a if np.ndim(a) == 0 else cut(a)
-        covered = {q.moved_shape[:-1]: tuple(lead), q.moved_shape[:1]: tuple(lead[:1])}  # rows, experts
-        return a[covered[a.shape]] if a.shape in covered else a
-
-    scales = None if q.block_scale is None else cut(q.block_scale)
-    decode_scale, amax = cut_tensor(q.tensor_scale), cut_tensor(q.tensor_amax)
-    shape = tuple(part.stop - part.start for part in box)
-    return Quantized(cut(q.packed), scales, decode_scale, amax, shape, q.dtype, q.axis, q.recipe)
-
-
 def _name(name: str, a: Any) -> str:
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
@@ -160,8 +151,7 @@ def _name(name: str, a: Any) -> str:
 def on_host(name: str, a: Any) -> Any:
     """A Quantized, or an array, with NumPy arrays: those of a GPU copied. name: what errors call it, "operation: argument"."""
     if isinstance(a, Quantized):
-        a = a.imported()
-        return a if isinstance(a.packed, np.ndarray) else a.with_parts(lambda array: array.get())
+        return quantized_on_host(a, name)
     operation, _, argument = name.partition(": ")
     (array,) = import_arrays(operation, **{argument: a})
     return array if isinstance(array, np.ndarray) else array.get()

@@ -12,7 +12,7 @@ from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fa
 from fp4kit.cuda import prepared
 from fp4kit.libraries import comes_home, library_of
 from fp4kit.ops.engines import run
-from fp4kit.quantized import scale_shape
+from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 

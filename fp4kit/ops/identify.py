@@ -10,6 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.call import check
+from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
@@ -20,6 +21,7 @@ from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.implied import NEAR, amax_interval, covered_range, implied_amax, same_scale
 from fp4kit.reference.scaling import tensor_scale
 
+_COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
 
 
@@ -54,11 +56,16 @@ class Identification:
 
     def __str__(self) -> str:
         width = max((len(m.recipe) for m in self.matches), default=6)
-        lines = [f"{'recipe':{width}}  {'bytes equal':>11}  {'codes differ':>12}  {'scales differ':>13}"]
+        rows = (_COLUMNS, *self._rows())
+        return "\n".join(f"{name:{width}}  {equal:>11}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
+
+    def _repr_html_(self) -> str:
+        return Panel("Identification", columns=_COLUMNS, rows=tuple(self._rows())).html()
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         for m in self.matches:
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
-            lines.append(f"{m.recipe:{width}}  {share:>11}  {m.codes_differ:>12,}  {m.scales_differ:>13,}")
-        return "\n".join(lines)
+            yield m.recipe, share, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
 
 
 @ieee("identify")

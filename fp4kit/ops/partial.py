@@ -13,7 +13,7 @@ from fp4kit.call.shards import amax_shape, check_castable, check_shard
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
-from fp4kit.quantized import packed_shape
+from fp4kit.parts import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 

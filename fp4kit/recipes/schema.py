@@ -75,6 +75,16 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({self.id!r})"
 
+    def __str__(self) -> str:
+        from fp4kit.display.recipe import panel
+
+        return panel(self).text()
+
+    def _repr_html_(self) -> str:
+        from fp4kit.display.recipe import panel
+
+        return panel(self).html()
+
     def __hash__(self) -> int:
         return hash(self.id)  # a hash of all fields takes as long as the rest of a lookup
 

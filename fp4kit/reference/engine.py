@@ -16,7 +16,8 @@ from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
 from fp4kit.call.parse import Call, Options, quantize_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles

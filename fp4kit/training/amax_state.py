@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.distributed import Communicator
+from fp4kit.storage.whole_file import whole_file, write_file
 from fp4kit.training.amax_experts import all_gather_bytes, counts, join, unstack
-from fp4kit.training.amax_file import decode, encode, write
+from fp4kit.training.amax_file import decode, encode
 from fp4kit.training.amax_names import SEPARATORS, AmaxName
 from fp4kit.training.amax_values import check, import_amax, merge, on_host
 
@@ -190,7 +191,8 @@ class AmaxState(Mapping[str, Any]):
         named = check("save", on_host(self.named))
         experts = {name.key(): n for name, n in counts(named, "save").items()}
         arrays = self.stacked() if stacked else {name.key(separator): value for name, value in named.items()}
-        write(Path(path), encode(arrays, {"experts": experts}))
+        with whole_file(Path(path)) as temporary:
+            write_file(temporary, encode(arrays, {"experts": experts}))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:

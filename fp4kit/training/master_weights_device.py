@@ -13,7 +13,8 @@ from fp4kit.call.shards import amax_shape
 from fp4kit.cuda import partial
 from fp4kit.cuda.grouped import Launch
 from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.training.partition import Partition
 

@@ -10,7 +10,8 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.call.shards import amax_shape
 from fp4kit.ops.transpose import transpose
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial
 from fp4kit.reference.block_rules import BLOCK_RULES

@@ -54,12 +54,12 @@ class Boom(BaseException):
     [
         "convert._amaxes",
         "convert.quantize",
-        "writer.SafetensorsWriter.write",
-        "writer.SafetensorsWriter.finish",
+        "convert.SafetensorsWriter.write",
+        "convert.SafetensorsWriter.finish",
         "convert.tally",
         "staging.copy_file",
         "convert.dump_object",
-        "staging._sync_directory",
+        "staging.sync_directory",
         "staging.os.rename",
     ],
 )

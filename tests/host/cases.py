@@ -19,7 +19,8 @@ from fp4kit.cuda.launch import Matrix
 from fp4kit.cuda.ways import WAYS, Way, Work
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks

@@ -18,7 +18,8 @@ from fp4kit.cuda import clip, launch, requantize
 from fp4kit.cuda.launch import Matrix
 from fp4kit.cuda.ways import Work
 from fp4kit.formats import E4M3
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.fake import clip_gradient

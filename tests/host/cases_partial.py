@@ -16,7 +16,7 @@ from fp4kit.cuda import partial
 from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
 from fp4kit.layouts import packed
 from fp4kit.ops.partial import amax_shape
-from fp4kit.quantized import packed_shape
+from fp4kit.parts import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial as reference
 from fp4kit.reference.block_rules import BLOCK_RULES

@@ -13,7 +13,8 @@ from fp4kit.cuda import pack_codes
 from fp4kit.cuda import swizzle as swizzle_launcher
 from fp4kit.cuda import transpose as transpose_launcher
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized import Quantized, packed_shape, scale_shape
+from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.quantized import Quantized
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:

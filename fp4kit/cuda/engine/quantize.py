@@ -25,7 +25,7 @@ def quantize(call: Call) -> Quantized:
         x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
         work = finding(call, work)
         amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
-        result = call.out or allocate(call, amax)
+        result = allocate(call, amax) if call.out is None else call.out
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
         if call.out is not None and amax is not None:
             call.out.tensor_amax[...] = amax

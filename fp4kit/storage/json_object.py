@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, shown
 
 MAX_BYTES = 256 << 20  # the largest published index is below 20 MB
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.errors import CheckpointError, shown
-from fp4kit.checkpoint.safetensors_file import DTYPE_BITS, nbytes_of
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 
 class TensorSpec(Protocol):

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from fp4kit.checkpoint.errors import CheckpointError, shown
-from fp4kit.checkpoint.json_object import parse_object
+from fp4kit.formats import FLOATS
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import parse_object
 
 # Bits of one element, in the order of the format's own table, by which its writer sorts.
 DTYPE_BITS: dict[str, int] = {
@@ -31,12 +32,13 @@ DTYPE_BITS: dict[str, int] = {
 }  # fmt: skip
 
 NUMPY_DTYPES: dict[str, np.dtype] = {
-    "U8": np.dtype(np.uint8),
-    "F8_E4M3": np.dtype(np.uint8),
+    "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(np.uint8),
 }
+FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)  # of what is quantized, and of amaxes
 
 # What the library says and what it means.
 _PLAIN_WORDS = {
@@ -91,16 +93,19 @@ def _plain_words(message: str) -> str:
     return next(found, "the safetensors library refuses it")
 
 
+def unusable(label: str, error: SafetensorError) -> CheckpointError:
+    """Return the error for a file that the safetensors library refuses."""
+    said = shown(str(error)).removeprefix("Error while deserializing header: ")
+    return CheckpointError(f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again")
+
+
 def _check_with_library(path: Path, label: str) -> None:
     """Raise CheckpointError if the safetensors library does not accept the header."""
     try:
         with safe_open(path, framework="numpy"):
             pass
     except SafetensorError as error:
-        said = shown(str(error)).removeprefix("Error while deserializing header: ")
-        raise CheckpointError(
-            f"{label}: not a usable safetensors file: {_plain_words(said)} ({said}); download or copy it again"
-        ) from None
+        raise unusable(label, error) from None
 
 
 def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:

@@ -1,4 +1,4 @@
-"""The one error of this package, and how names from files are shown in messages."""
+"""The one error of files and checkpoints, and how names from files are shown in messages."""
 
 from __future__ import annotations
 

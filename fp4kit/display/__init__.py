@@ -1,0 +1,1 @@
+"""What a notebook and print show of a Quantized, a Recipe, a Comparison and an Identification."""

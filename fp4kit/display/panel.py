@@ -1,0 +1,105 @@
+"""A panel: a title, facts, a table and bars, as text for a terminal and as HTML for a notebook.
+
+The HTML takes its colours from the text around it (currentColor), so that it is right on light and dark pages, whatever the
+operating system prefers; it has no script, and all text is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+Row = tuple[str, ...]
+_BAR = 32  # characters of the longest bar
+_STYLE = (
+    ".fp4kit{color-scheme:light dark;color:inherit;font-size:13px;line-height:1.45;max-width:60em}"
+    ".fp4kit-title{font-weight:600;border-bottom:1px solid;padding-bottom:2px;margin-bottom:4px;overflow-wrap:anywhere}"
+    ".fp4kit table{border-collapse:collapse;margin:0 0 6px 0;color:inherit;background:transparent}"
+    ".fp4kit tr,.fp4kit tr:hover,.fp4kit tr:nth-child(even){background:transparent}"
+    ".fp4kit th,.fp4kit td{text-align:left;vertical-align:top;padding:1px 14px 1px 0;border:0;font-weight:400}"
+    ".fp4kit td{overflow-wrap:anywhere}"
+    ".fp4kit th{opacity:.7}"
+    ".fp4kit .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+    ".fp4kit .bars td{padding-top:0;padding-bottom:0}"
+    ".fp4kit .bar{height:.75em;min-width:1px;margin-top:.3em;background:currentColor;opacity:.55}"
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Facts (name, text); a table of columns, numbers right, and rows; bars (label, count) under a heading."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...] = ()
+    columns: Row = ()
+    rows: tuple[Row, ...] = ()
+    heading: str = ""
+    bars: tuple[tuple[str, int], ...] = ()
+
+    def text(self) -> str:
+        """Plain text of several lines."""
+        width = max((len(name) for name, _ in self.facts), default=0)
+        lines = [self.title, *(f"  {name:{width}}  {text}" for name, text in self.facts)]
+        if self.rows:
+            lines += _aligned((self.columns, *self.rows))
+        if self.bars:
+            lines += [f"  {self.heading}", *_aligned([_bar(*bar, *self._totals()) for bar in self.bars], right=(0, 1, 2))]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def html(self) -> str:
+        """A division with a style of its own, which needs no other."""
+        parts = [f'<div class="fp4kit"><style>{_STYLE}</style><div class="fp4kit-title">{escape(self.title)}</div>']
+        parts.append(_table(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.facts))
+        if self.rows:
+            head = "".join(f"<th{_right(i)}>{escape(name)}</th>" for i, name in enumerate(self.columns))
+            parts.append(_table([f"<tr>{head}</tr>", *map(_html_row, self.rows)]))
+        if self.bars:
+            parts.append(f"<div>{escape(self.heading)}</div>")
+            parts.append(_table((_html_bar(*bar, *self._totals()) for bar in self.bars), "bars"))
+        return "".join(parts) + "</div>"
+
+    def _totals(self) -> tuple[int, int]:
+        """The largest count of a bar, and the sum."""
+        counts = [count for _, count in self.bars]
+        return max(counts), sum(counts)
+
+
+def share(count: int, total: int) -> str:
+    """A count of a total as a percentage of three digits; never 0% or 100% unless it is none or all."""
+    if not 0 < count < total:
+        return "100%" if count else "0%"
+    percent = 100 * count / total
+    return "< 0.001%" if percent < 0.001 else "> 99.9%" if percent > 99.9 else f"{percent:.3g}%"
+
+
+def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = None) -> list[str]:
+    """Rows in columns; by default all but the first are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    right = tuple(range(1, len(widths))) if right is None else right
+    cells = ([f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
+    return ["  " + "  ".join(row) for row in cells]
+
+
+def _bar(label: str, count: int, largest: int, total: int) -> Row:
+    eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
+    return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def _html_bar(label: str, count: int, largest: int, total: int) -> str:
+    bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
+    cells = (label, f"{count:,}", share(count, total))
+    return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
+
+
+def _html_row(row: Row) -> str:
+    return "<tr>" + "".join(f"<td{_right(i)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
+
+
+def _right(column: int) -> str:
+    return ' class="n"' if column else ""
+
+
+def _table(rows: Iterable[str], kind: str = "facts") -> str:
+    body = "".join(rows)
+    return f'<table class="{kind}">{body}</table>' if body else ""

@@ -1,0 +1,70 @@
+"""Shapes of the parts of a Quantized: what its codes and scales must be, given the shape of the array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from fp4kit.layouts import check_layout, padded_shape
+from fp4kit.recipes import Recipe
+
+
+def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of the packed codes of an array whose quantized axis is last."""
+    *lead, K = moved_shape
+    return (*lead, recipe.element.packing.length(K))
+
+
+def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
+    """Shape of the linear block scales of an array whose quantized axis is last."""
+    *lead, K = moved_shape
+    return (*lead, K // recipe.block_size)
+
+
+def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None without."""
+    found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
+    return shape if shape in found else next(iter(found), None)
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
+class Wanted(NamedTuple):
+    """The axis as a non-negative number, and shapes: of packed, of block_scale (None without), allowed ones of tensor_scale."""
+
+    axis: int
+    packed: tuple[int, ...]
+    block_scale: tuple[int, ...] | None
+    tensor_scale: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
+def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> Wanted:
+    """What the parts must be. Raises ValueError for an axis, a length or a layout that the shape has not."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
+    axis %= len(shape)
+    check_layout("Quantized", layout)
+    if shape[axis] % r.length_multiple:
+        raise ValueError(f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}")
+    moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+    if layout != "linear" and len(shape) < 2 and r.scale is not None:
+        raise ValueError(f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'")
+    scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
+    return Wanted(axis, packed_shape(moved, r), scales, tuple(_tensor_shapes(moved, r)))
+
+
+def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
+    if r.tensor_scaling == "row":
+        yield moved[:-1]
+    elif r.tensor_scaling == "block":
+        yield scale_shape(moved, r)
+    elif r.tensor_scaling == "tensor":
+        yield ()
+        if len(moved) > 2:
+            yield moved[:1]

@@ -1,0 +1,266 @@
+"""What print and notebooks show: counts that are right, HTML that is well formed, escaped and without colours of its own."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import INPUTS, NAMES, ORDINARY, codes_of
+
+import fp4kit
+from fp4kit.display import statistics as counting
+from fp4kit.display.panel import Panel, share
+from fp4kit.display.statistics import by_exponent, statistics
+from fp4kit.formats import E4M3, E8M0
+from fp4kit.layouts import SCALE_LAYOUTS, unswizzle_scales
+from fp4kit.recipes import RECIPES
+
+F32 = np.float32
+HOSTILE = "<script>alert('1')</script>&\"<b>"
+VOID = {"br", "img", "meta", "hr"}
+
+
+class Parsed(HTMLParser):
+    """Tags in order, text by itself; raises for what is not closed, or closed twice."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text, self.style = [], [], [], [], ""
+        self.feed(html)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1] == "style":
+            self.style += data
+        else:
+            self.text.append(data)
+
+
+def quantized(x, name, **options):
+    with np.errstate(all="ignore"):
+        return fp4kit.quantize(x, name, **options)
+
+
+def shown():
+    """One of each kind."""
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    return {
+        "quantized": q,
+        "recipe": fp4kit.recipe("nvfp4-te"),
+        "different": fp4kit.compare(q, ORDINARY),
+        "equal": fp4kit.compare(q, q),
+        "identification": fp4kit.identify(q, ORDINARY),
+    }
+
+
+# --- counts -------------------------------------------------------------------------------------------------------------
+
+
+def by_definition(q):
+    """Saturated, NaN and zero blocks, element by element."""
+    codes, fmt = codes_of(q), q.recipe.element
+    values = np.abs(fmt.values[codes])
+    used = values != 0
+    if not q.recipe.block:
+        return int((values >= fmt.max).sum()), int(np.isnan(values).sum()), 0, 0
+    rows, columns = q.recipe.block
+    blocks = [
+        used[r : r + rows, c : c + columns].any() for r in range(0, len(codes), rows) for c in range(0, codes.shape[1], columns)
+    ]
+    return int((values >= fmt.max).sum()), int(np.isnan(values).sum()), len(blocks), blocks.count(False)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_counts_are_those_of_the_definition(name, chunk, monkeypatch):
+    """Also where the rows of blocks end with the matrix, in chunks of few rows and of one."""
+    monkeypatch.setattr(counting, "CHUNK_BYTES", chunk)
+    for x in (ORDINARY[:120], INPUTS["extreme"], INPUTS["nonfinite"], np.zeros((64, 128), F32)):
+        q = quantized(x, name)
+        found = statistics(q)
+        assert (found.saturated, found.nan, found.blocks, found.zero_blocks) == by_definition(q)
+        assert found.values == x.size
+        if q.recipe.scale is not None:
+            assert found.counts.sum() == q.block_scale.size
+
+
+def test_every_code_of_every_format_is_counted():
+    for name in ("nvfp4-te", "mxfp8-te", "mxfp8-te-e5m2", "mxfp6-torchao-floor-e2m3", "int8-modelopt", "int4-modelopt"):
+        fmt = RECIPES[name].element
+        q = quantized(np.zeros((32, 256), F32), name)
+        every = np.resize(np.arange(256 if fmt.packing.codes > 1 else 2**fmt.bits, dtype=np.uint8), q.packed.shape)
+        q = replace(q, packed=every)
+        assert (statistics(q).saturated, statistics(q).nan) == by_definition(q)[:2]
+        assert statistics(q).saturated > 0
+
+
+def test_integers_below_zero_are_no_zeros():
+    q = replace(quantized(ORDINARY, "int4-modelopt"), packed=np.full((128, 64), 0x88, np.uint8))
+    assert statistics(q).zero_blocks == 0 and statistics(q).saturated == 128 * 128
+    minus = quantized(np.full((32, 64), -0.0, F32), "mxfp4-ocp")
+    assert (codes_of(minus) == 8).all() and statistics(minus).zero_blocks == statistics(minus).blocks == 64
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+def test_padding_is_not_counted(layout):
+    q = fp4kit.quantize(ORDINARY[:100, :48], "nvfp4-te", scale_layout=layout)
+    found = statistics(q)
+    linear = E4M3.values[unswizzle_scales(q.block_scale, layout, q.scale_shape)]
+    assert found.counts.sum() == 300 and (found.scales * found.counts).sum() == linear.sum()
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 20, 64), (0, 64), (4, 0), (2, 3, 16, 64)])
+def test_stacks_and_nothing(shape):
+    for name in ("nvfp4-te", "nvfp4-te-2d", "int4-modelopt", "fp8-modelopt"):
+        q = fp4kit.quantize(np.zeros(shape, F32), name)
+        found, last = statistics(q), q.recipe.block
+        rows = shape[-2] if len(shape) > 1 else 1
+        lead = int(np.prod(shape[:-2]))
+        assert found.zero_blocks == found.blocks == (lead * -(-rows // last[0]) * (shape[-1] // last[1]) if last else 0)
+        assert str(q) and Parsed(q._repr_html_())
+
+
+def test_strided_parts():
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    part = fp4kit.Quantized.from_parts(q.packed[::2], q.block_scale[::2], q.tensor_scale, recipe="nvfp4-te")
+    assert (statistics(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
+
+
+# --- histograms ---------------------------------------------------------------------------------------------------------
+
+
+def test_bars_by_exponent():
+    scales, counts = F32([0, 0.75, -0.5, 1, 1.99, 4, np.inf, np.nan]), np.array([5, 1, 2, 3, 4, 6, 7, 8])
+    assert by_exponent(scales, counts) == (("0", 5), ("2^-1", 3), ("2^0", 7), ("2^1", 0), ("2^2", 6), ("inf", 7), ("NaN", 8))
+    assert by_exponent(F32([]), np.array([], int)) == ()
+
+
+def test_bars_of_every_e8m0_scale():
+    found = by_exponent(E8M0.values, np.ones(256, int))
+    sixteens = [(f"2^{low} to 2^{low + 15}", 16 - (low == -128)) for low in range(-128, 128, 16)]
+    assert found == (*sixteens, ("NaN", 1))
+
+
+def test_an_outlier_does_not_squeeze_the_others():
+    """The 2^-127 of zero blocks: exponents far apart stand beside each other."""
+    assert by_exponent(F32([2.0**-127, 1, 2]), np.array([1, 2, 3])) == (("2^-127", 1), ("2^0", 2), ("2^1", 3))
+
+
+def test_subnormal_scales_have_their_exponent():
+    assert by_exponent(F32([2.0**-149, 3 * 2.0**-149]), np.array([1, 1])) == (("2^-149", 1), ("2^-148", 1))
+
+
+@pytest.mark.parametrize(("count", "total", "text"), [
+    (0, 0, "0%"), (0, 5, "0%"), (5, 5, "100%"), (1, 3, "33.3%"), (1, 10**9, "< 0.001%"), (10**9 - 1, 10**9, "> 99.9%"),
+])  # fmt: skip
+def test_shares(count, total, text):
+    assert share(count, total) == text
+
+
+# --- text ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_print_shows_of_a_quantized():
+    x = np.zeros((4, 64), F32)
+    x[0, :16], x[1, :16] = 6, np.resize([3, -6], 16)
+    assert str(fp4kit.quantize(x, "mxfp4-ocp")).splitlines() == [
+        "Quantized mxfp4-ocp",
+        "  array         (4, 64) float32, blocks along axis 1",
+        "  packed        uint8 (4, 32) in numpy",
+        "  block_scale   uint8 (4, 2) in numpy",
+        "  size          136 bytes, 4.25 bits a value",
+        "  block scales  E8M0, one for 1 x 32 elements, linear",
+        "  scales        5.87747e-39 to 1",
+        "  saturated     9.38% of values: 24 of magnitude 6 or more",
+        "  zero blocks   75%: 6 of 8",
+        "  scales by exponent",
+        "  2^-127  6  75%  " + "█" * 32,
+        "     2^0  2  25%  " + "█" * 10 + "▋",
+    ]
+
+
+def test_print_of_nan_and_of_scales_of_rows():
+    codes, scales = np.full((2, 32), 0x7F, np.uint8), np.full((2, 1), 0xFF, np.uint8)
+    text = str(fp4kit.Quantized.from_parts(codes, scales, recipe="mxfp8-te"))
+    assert "\n  NaN           64 codes\n" in text and "\n  NaN  2  100%  █" in text and "\n  scales  " not in text
+    rows = str(fp4kit.quantize(ORDINARY, "fp8-modelopt-channel"))
+    assert "scales by exponent" in rows and "zero blocks" not in rows and "block scales" not in rows
+
+
+def test_print_of_a_recipe():
+    assert str(fp4kit.recipe("mxfp4")).splitlines()[:4] == [
+        "Recipe mxfp4-ocp",
+        "  recipe       in the table, also called mxfp4, also called mxfp4-torchao-floor",
+        "  elements     E2M1, 4 bits, up to 6",
+        "  scales       E8M0 for a 1 x 32 block",
+    ]
+    variant = str(replace(fp4kit.recipe("nvfp4-te"), sign="negative"))
+    assert "a variant, not in the table" in variant and re.search(r"\n  sign +negative\n", variant)
+    assert all(str(r).startswith(f"Recipe {r.id}\n") and r.exact in str(r) and r.source in str(r) for r in RECIPES.values())
+
+
+def test_reprs_stay_one_line():
+    for value in shown().values():
+        if not isinstance(value, fp4kit.Comparison | fp4kit.Identification):
+            assert "\n" not in repr(value) and "\n" in str(value)
+    assert repr(fp4kit.recipe("nvfp4")) == "Recipe('nvfp4-te')"
+
+
+# --- HTML ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", shown())
+def test_html_is_well_formed_and_says_what_print_says(kind):
+    value = shown()[kind]
+    page = Parsed(value._repr_html_())
+    assert page.tags[:2] == ["div", "style"] and {"script", "link", "img", "iframe"}.isdisjoint(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
+    words = set(re.findall(r"[\w.,%^-]+", " ".join(page.text)))
+    assert set(re.findall(r"[\w.,%^-]+", re.sub("[█▏▎▍▌▋▊▉]", "", str(value)))) - {"recipe", "Quantized"} <= words | {"all"}
+
+
+@pytest.mark.parametrize("kind", shown())
+def test_html_has_no_colours_of_its_own(kind):
+    """It is right on light and dark pages since it takes the colour of the text around it."""
+    page = Parsed(shown()[kind]._repr_html_())
+    assert "color-scheme:light dark" in page.style and "background:currentColor" in page.style
+    styles = page.style + "".join(value for name, value in page.attributes if name == "style")
+    assert not re.search(r"#[0-9a-f]{3}|rgb|hsl|:\s*(white|black|gr[ae]y)\b", styles)
+    assert set(re.findall(r"(?<![-\w])(?:background|color):([^;}]+)", styles)) <= {"currentColor", "transparent", "inherit"}
+
+
+def test_all_text_is_escaped():
+    r = replace(RECIPES["mxfp4-ocp"], id=f"x-{HOSTILE}", source=HOSTILE, exact=HOSTILE)
+    q = fp4kit.quantize(ORDINARY, r)
+    comparison = fp4kit.compare(q, q)
+    match = replace(fp4kit.identify(q, ORDINARY).matches[0], recipe=HOSTILE)
+    panel = Panel(HOSTILE, ((HOSTILE, HOSTILE),), (HOSTILE, HOSTILE), ((HOSTILE, HOSTILE),), HOSTILE, ((HOSTILE, 1),))
+    pages = [value._repr_html_() for value in (r, q, comparison, fp4kit.Identification((match,)))] + [panel.html()]
+    for html in pages:
+        page = Parsed(html)
+        assert "script" not in page.tags and "b" not in page.tags and HOSTILE in "".join(page.text)
+    assert "".join(Parsed(pages[-1]).text).count(HOSTILE) == 9
+
+
+def test_bars_are_as_long_as_their_counts():
+    html = Panel("x", bars=(("a", 4), ("b", 1), ("c", 0))).html()
+    assert re.findall(r'style="width:([\d.]+)em', html) == ["16.00", "4.00"]
+
+
+def test_numbers_are_scales_of_the_format():
+    q = fp4kit.quantize(ORDINARY.astype(ml_dtypes.bfloat16), "nvfp4-te")
+    found = re.search(r"\n  scales +([\d.]+) to ([\d.]+)\n", str(q))
+    values = E4M3.values[q.block_scale]
+    assert tuple(map(float, found.groups())) == (values.min(), values.max())

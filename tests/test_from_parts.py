@@ -1,0 +1,329 @@
+"""Quantized.from_parts: the dtypes, orders, directions and shapes that checkpoints and loaders have, and what is refused."""
+
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import BF16, ML_DTYPES, NAMES, ORDINARY, codes_of, ordinary
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E2M1, E4M3, E8M0, INT4, INT8, bit_patterns
+from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.scaling import tensor_scale
+
+F32 = np.float32
+SCALES = {E4M3: ml_dtypes.float8_e4m3fn, E8M0: ml_dtypes.float8_e8m0fnu}
+X = ordinary(7, dtype=BF16)
+
+
+def built(q, packed=None, block_scale=None, tensor_scale=None, **options):
+    """from_parts of q's parts, some of them changed."""
+    given = [q.packed if packed is None else packed, q.block_scale if block_scale is None else block_scale]
+    given.append(q.tensor_scale if tensor_scale is None else tensor_scale)
+    return Quantized.from_parts(*given, **{"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis} | options)
+
+
+def assert_same(found, q):
+    """All but the amax, which no checkpoint has."""
+    assert found.tensor_amax is None
+    for part in ("packed", "block_scale", "tensor_scale"):
+        if getattr(q, part) is not None:
+            assert_same_bits(getattr(found, part), getattr(q, part), part)
+    facts = ("shape", "dtype", "axis", "recipe", "scale_layout")
+    assert all(getattr(found, name) == getattr(q, name) for name in facts)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_parts(name, axis):
+    """Without copies, and with the same values where the amax is the one that the scale implies."""
+    q = fp4kit.quantize(X, name, axis=axis)
+    found = built(q)
+    assert_same(found, q)
+    assert found.packed is q.packed and found.block_scale is q.block_scale and found.tensor_scale is q.tensor_scale
+    assert_same_bits(found.dequantize(), fp4kit.dequantize(q))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_dtypes_of_codes_and_scales(name):
+    """Bytes of either sign, and every dtype that says the format; 4 bits one a byte are packed."""
+    q = fp4kit.quantize(X, name)
+    assert_same(built(q, packed=q.packed.view(np.int8)), q)
+    own = {**ML_DTYPES, INT4: ml_dtypes.int4, INT8: np.int8}[q.recipe.element]
+    assert_same(built(q, packed=codes_of(q).view(own)), q)
+    if q.recipe.scale is not None:
+        for dtype in (np.int8, SCALES[q.recipe.scale]):
+            found = built(q, block_scale=q.block_scale.view(dtype))
+            assert_same(found, q)
+            assert np.shares_memory(found.block_scale, q.block_scale)
+
+
+def test_all_bytes_of_codes_and_scales():
+    """Every pair of codes in either order of nibbles, every code one a byte with bits above it, every scale."""
+    packed, scales = np.arange(256, dtype=np.uint8).reshape(16, 16), np.resize(np.arange(256, dtype=np.uint8), (16, 2))
+    q = Quantized.from_parts(packed, scales, F32(1), recipe="nvfp4-te", dtype=F32)
+    assert_same(built(q, packed=packed >> 4 | packed << 4, high_nibble_first=True), q)
+    one = np.arange(256, dtype=np.uint8).reshape(8, 32)
+    found = Quantized.from_parts(one.view(ml_dtypes.float4_e2m1fn), scales[:8], F32(1), recipe="nvfp4-te")
+    assert_same_bits(codes_of(found), one & 0x0F)
+    every = np.arange(256, dtype=np.uint8).reshape(256, 1)
+    found = Quantized.from_parts(np.zeros((256, 8), np.uint8), every.view(SCALES[E4M3]), F32(1), recipe="nvfp4-te")
+    assert_same_bits(found.block_scale, every)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float64, float])
+def test_tensor_scales_of_other_dtypes(dtype):
+    q = fp4kit.quantize(X, "nvfp4-te", tensor_amax=2688 * 0.375)
+    assert q.tensor_scale == 0.375
+    given = 0.375 if dtype is float else np.asarray(0.375, dtype)
+    assert_same(built(q, tensor_scale=given), q)
+
+
+@pytest.mark.parametrize("bits", [1, 0x00400000, 0x00800000, 0x7F7FFFFF, 0x3EAAAAAB])
+def test_float64_that_is_a_float32(bits):
+    """Subnormals and the largest too."""
+    scale = np.array(bits, np.uint32).view(F32)
+    q = fp4kit.quantize(X, "nvfp4-te")
+    assert_same_bits(built(q, tensor_scale=scale.astype(np.float64)).tensor_scale, scale)
+    for other in (np.nextafter(scale.astype(np.float64), 2), np.nextafter(scale.astype(np.float64), 0)):
+        with pytest.raises(ValueError, match=r"^from_parts: tensor_scale holds .*, which is no float32; needs"):
+            built(q, tensor_scale=other)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_tensor_scale_of_one_number(shape):
+    q = fp4kit.quantize(X, "nvfp4-te")
+    assert_same(built(q, tensor_scale=q.tensor_scale.reshape(shape)), q)
+
+
+def test_tensor_scales_of_rows_experts_and_blocks():
+    rows = fp4kit.quantize(X, "fp8-modelopt-channel")
+    assert rows.tensor_scale.shape == (128,)
+    assert_same(built(rows, tensor_scale=rows.tensor_scale[:, None]), rows)
+    experts = fp4kit.quantize(np.stack([X, X * 2]), "nvfp4-te", tensor_amax=[3.0, 6.0])
+    for shape in ((2,), (2, 1), (2, 1, 1)):
+        assert_same(built(experts, tensor_scale=experts.tensor_scale.reshape(shape)), experts)
+    one = fp4kit.quantize(X[None], "nvfp4-te")
+    for shape in ((), (1,)):  # both are shapes of a stack of one
+        scale = one.tensor_scale.reshape(shape)
+        assert_same(built(one, tensor_scale=scale), replace(one, tensor_amax=None, tensor_scale=scale))
+    blocks = fp4kit.quantize(X, "int4-modelopt")
+    assert_same(built(blocks, tensor_scale=blocks.tensor_scale[..., None]), blocks)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, F32])
+def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
+    """compressed-tensors stores the encode scale: of every tensor the reciprocal is the decode scale, in every bit."""
+    rng = np.random.default_rng(5)
+    for _ in range(50):
+        x = (rng.standard_normal((4, 32)) * 2.0 ** rng.integers(-10, 10)).astype(dtype)
+        q = fp4kit.quantize(x, "nvfp4-compressed-tensors")
+        stored = tensor_scale(q.tensor_amax, q.recipe, q.dtype).encode.reshape(1)
+        found = built(q, tensor_scale=stored, tensor_scale_divides=True)
+        assert_same(found, q)
+        if dtype == BF16:  # a divisor of 8 significant bits is known by its reciprocal
+            assert_same_bits(found.dequantize(F32), q.dequantize(F32))
+
+
+def test_a_divisor_is_inverted_as_float32():
+    rng = np.random.default_rng(6)
+    divisors = np.exp2(rng.uniform(-120, 120, 4000)).astype(F32)
+    packed, scales = np.zeros((4000, 1, 8), np.uint8), np.zeros((4000, 1, 1), np.uint8)
+    found = Quantized.from_parts(packed, scales, divisors, recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
+    assert_same_bits(found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32))  # 53 bits: rounded twice as once
+    found = Quantized.from_parts(packed[0], scales[0], np.float64(2.0**127), recipe="nvfp4-te", tensor_scale_divides=True)
+    assert found.tensor_scale == 2.0**-127
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+def test_swizzled_scales_of_any_shape(layout):
+    q = fp4kit.quantize(X[:100, :48], "nvfp4-te", scale_layout=layout)
+    assert_same(built(q, scale_layout=layout), q)
+    if layout != "linear":
+        assert_same(built(q, block_scale=q.block_scale.reshape(-1), scale_layout=layout), q)
+        with pytest.raises(ValueError, match=r"^Quantized: block_scale is uint8 \(99,\); nvfp4-te of \(100, 48\) needs uint8 "):
+            built(q, block_scale=q.block_scale.reshape(-1)[:99], scale_layout=layout)
+
+
+@pytest.mark.parametrize("shape", [(4, 64), (64,), (0, 64), (4, 0), (2, 3, 64)])
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
+def test_the_shape_is_found(shape, name):
+    for axis in {0, len(shape) - 1} if 64 in (shape[0], shape[-1]) else ():
+        x = np.zeros(tuple(reversed(shape)) if axis == 0 and shape[0] != 64 else shape, F32)
+        q = fp4kit.quantize(x, name, axis=axis)
+        assert_same(built(q), q)
+        assert_same(built(q, axis=axis - x.ndim), q)
+        assert_same(built(q, shape=list(x.shape)), q)
+
+
+def test_the_dtype_is_bfloat16_by_default():
+    q = fp4kit.quantize(X, "mxfp4-ocp")
+    assert Quantized.from_parts(q.packed, q.block_scale, recipe="mxfp4").dtype == BF16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_tensors(name):
+    """With the dtypes of its loaders, without copies; a Parameter too. Values are those of NumPy's parts."""
+    torch = pytest.importorskip("torch")
+    q = fp4kit.quantize(X, name)
+    names = {"E2M1": "float4_e2m1fn_x2", "E4M3": "float8_e4m3fn", "E5M2": "float8_e5m2", "INT8": "int8", "E8M0": "float8_e8m0fnu"}
+    codes, scales = torch.from_numpy(q.packed), None if q.block_scale is None else torch.from_numpy(q.block_scale)
+    numbers = None if q.tensor_scale is None else torch.from_numpy(q.tensor_scale)
+    for typed in (False, True):
+        if typed:
+            codes = codes.view(getattr(torch, names.get(q.recipe.element.name, "uint8"), torch.uint8))
+            scales = scales if scales is None else scales.view(getattr(torch, names[q.recipe.scale.name]))
+        parameter = torch.nn.Parameter(codes, requires_grad=False)
+        tensors = Quantized.from_parts(parameter, scales, numbers, recipe=name, dtype=q.dtype)
+        assert type(tensors.packed) is torch.Tensor and tensors.dequantize().dtype == torch.bfloat16
+        found = tensors.imported()
+        assert_same(found, q)
+        assert found.packed.ctypes.data == codes.data_ptr()
+        assert scales is None or found.block_scale.ctypes.data == scales.data_ptr()
+        assert_same_bits(found.dequantize(), q.dequantize())
+
+
+def test_torch_numbers_that_are_not_float32():
+    torch = pytest.importorskip("torch")
+    q = fp4kit.quantize(X, "nvfp4-te", tensor_amax=2688 * 0.375)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert_same(built(q, tensor_scale=torch.tensor([0.375], dtype=dtype)), q)
+
+
+def test_memory_of_torch_outlives_its_tensors():
+    torch = pytest.importorskip("torch")
+    q = fp4kit.quantize(X, "nvfp4-te")
+    found = built(q, packed=torch.from_numpy(q.packed.copy()), block_scale=torch.from_numpy(q.block_scale.copy()))
+    torch.full((1 << 16,), 7, dtype=torch.uint8)
+    assert_same(found, q)
+
+
+NVFP4, MXFP8, FP6, INT = (
+    fp4kit.quantize(X[:4, :64], name) for name in ("nvfp4-te", "mxfp8-te", "mxfp6-torchao-floor-e2m3", "int8-modelopt")
+)
+WRONG = {  # arguments, the error, what it says
+    "codes of another format": (
+        MXFP8, {"packed": MXFP8.packed.view(ml_dtypes.float8_e5m2)}, TypeError,
+        "from_parts: packed is float8_e5m2; mxfp8-te has elements of E4M3; needs float8_e4m3fn or uint8 or int8",
+    ),
+    "codes as words": (
+        NVFP4, {"packed": NVFP4.packed.view(np.uint32)}, TypeError,
+        "from_parts: packed is uint32; nvfp4-te has elements of E2M1; needs float4_e2m1fn or float4_e2m1fn_x2 or uint8 or int8",
+    ),
+    "no codes": (NVFP4, {"packed": [1, 2]}, TypeError, "from_parts: packed is a builtins.list; needed is a NumPy array"),
+    "one code": (NVFP4, {"packed": np.uint8(1)}, ValueError, "from_parts: packed is 0-d; needs at least one axis"),
+    "odd codes": (
+        NVFP4, {"packed": np.zeros((4, 63), ml_dtypes.float4_e2m1fn)}, ValueError,
+        "from_parts: packed holds 63 codes along its last axis; two share a byte, so it must be even",
+    ),
+    "codes of more than 6 bits": (
+        FP6, {"packed": FP6.packed | 0x40}, ValueError,
+        "from_parts: packed holds bytes above 63; needs one code of 6 bits a byte; unpack it first",
+    ),
+    "nibbles of bytes": (
+        MXFP8, {"high_nibble_first": True}, ValueError,
+        "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
+    ),
+    "nibbles of codes one a byte": (
+        NVFP4, {"packed": np.zeros((4, 64), ml_dtypes.float4_e2m1fn), "high_nibble_first": True}, ValueError,
+        "from_parts: high_nibble_first is True, and packed holds one code a byte; leave it out",
+    ),
+    "scales of another format": (
+        NVFP4, {"block_scale": NVFP4.block_scale.view(ml_dtypes.float8_e8m0fnu)}, TypeError,
+        "from_parts: block_scale is float8_e8m0fnu; nvfp4-te has block scales of E4M3; needs float8_e4m3fn, or uint8 or int8",
+    ),
+    "E4M3 scales of MXFP8": (
+        MXFP8, {"block_scale": MXFP8.block_scale.view(ml_dtypes.float8_e4m3fn)}, TypeError,
+        "from_parts: block_scale is float8_e4m3fn; mxfp8-te has block scales of E8M0; needs float8_e8m0fnu, or uint8 or int8",
+    ),
+    "scales as numbers": (
+        NVFP4, {"block_scale": np.ones((4, 4), F32)}, TypeError,
+        "from_parts: block_scale is float32; nvfp4-te has block scales of E4M3; needs float8_e4m3fn",
+    ),
+    "scales that are none": (
+        INT, {"block_scale": np.ones((4, 4), F32)}, ValueError,
+        "Quantized: block_scale is float32 (4, 4); int8-modelopt of (4, 64) needs None",
+    ),
+    "scales of another shape": (
+        NVFP4, {"block_scale": NVFP4.block_scale[:, :3]}, ValueError,
+        "Quantized: block_scale is uint8 (4, 3); nvfp4-te of (4, 64) needs uint8 (4, 4)",
+    ),
+    "integers as a tensor scale": (
+        NVFP4, {"tensor_scale": np.array([1])}, TypeError, "from_parts: tensor_scale is int64; needs float32, or another float",
+    ),
+    "a Python int": (NVFP4, {"tensor_scale": 1}, TypeError, "from_parts: tensor_scale is a builtins.int; needed is"),
+    "a number that is no float32": (
+        NVFP4, {"tensor_scale": 0.1}, ValueError,
+        "from_parts: tensor_scale holds 0.1, which is no float32; needs the number of the file, or",
+    ),
+    "too large a number": (NVFP4, {"tensor_scale": 1e39}, ValueError, "from_parts: tensor_scale holds 1e+39, which is no"),
+    "zero that divides": (
+        NVFP4, {"tensor_scale": F32([-0.0]), "tensor_scale_divides": True}, ValueError,
+        "from_parts: tensor_scale holds 0, and tensor_scale_divides; needs positive numbers",
+    ),
+    "nothing that divides": (
+        MXFP8, {"tensor_scale_divides": True}, ValueError,
+        "from_parts: tensor_scale_divides is True, and tensor_scale None; leave it out",
+    ),
+    "a negative divisor": (
+        NVFP4, {"tensor_scale": -1.0, "tensor_scale_divides": True}, ValueError, "Quantized: tensor_scale is negative;",
+    ),
+    "a NaN that the rule does not give": (
+        NVFP4, {"tensor_scale": F32(np.nan), "recipe": "nvfp4-compressed-tensors"}, ValueError, "Quantized: tensor_scale is NaN;",
+    ),
+    "tensor scales of seven": (
+        NVFP4, {"tensor_scale": np.ones(7, F32)}, ValueError,
+        "Quantized: tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs float32 ()",
+    ),
+    "tensor scale of mx": (
+        MXFP8, {"tensor_scale": 1.0}, ValueError,
+        "Quantized: tensor_scale is float32 (); mxfp8-te of (4, 64) needs None, as it has no tensor scale",
+    ),
+    "a fake quantizer": (
+        NVFP4, {"recipe": "nvfp4-modelopt-fake"}, ValueError,
+        "from_parts: nvfp4-modelopt-fake is a fake quantizer and has values only; needs a recipe with codes",
+    ),
+    "an axis": (NVFP4, {"axis": 2}, ValueError, "from_parts: axis 2 of a 2-d array; needs -2 to 1"),
+    "a shape": (NVFP4, {"shape": (4, 48)}, ValueError, "Quantized: packed is uint8 (4, 32); nvfp4-te of (4, 48) needs"),
+    "a layout": (NVFP4, {"scale_layout": "tiled"}, ValueError, "Quantized: scale_layout is 'tiled'; needs one of linear, "),
+    "a dtype": (NVFP4, {"dtype": np.int32}, TypeError, "Quantized: dtype is int32; needs float32, float16 or bfloat16"),
+    "an id": (NVFP4, {"recipe": "nvfp4-tee"}, ValueError, "recipe: no recipe is called 'nvfp4-tee'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_refused(case):
+    q, changes, kind, text = WRONG[case]
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        built(q, **changes)
+
+
+def test_missing_parts():
+    with pytest.raises(TypeError, match=r"^from_parts: packed is None; needs the codes$"):
+        Quantized.from_parts(None, NVFP4.block_scale, NVFP4.tensor_scale, recipe="nvfp4-te")
+    with pytest.raises(ValueError, match=r"^Quantized: block_scale is None; nvfp4-te of \(4, 64\) needs uint8 \(4, 4\)$"):
+        Quantized.from_parts(NVFP4.packed, None, NVFP4.tensor_scale, recipe="nvfp4-te")
+    with pytest.raises(ValueError, match=r"^Quantized: tensor_scale is None; nvfp4-te of \(4, 64\) needs float32 \(\)$"):
+        Quantized.from_parts(NVFP4.packed, NVFP4.block_scale, recipe="nvfp4-te")
+
+
+def test_inputs_are_not_written_to():
+    packed = NVFP4.packed.copy()
+    for array in (packed, NVFP4.block_scale, NVFP4.tensor_scale):
+        array.setflags(write=False)
+    found = built(NVFP4, packed=packed, high_nibble_first=True, tensor_scale_divides=True)
+    assert not np.shares_memory(found.packed, packed) and (packed == NVFP4.packed).all()
+    assert bit_patterns(found.tensor_scale) == bit_patterns(F32(1) / NVFP4.tensor_scale)
+
+
+def test_every_format_has_a_dtype():
+    """So that a recipe of a new format gets one here, or is seen to have none."""
+    from fp4kit.stored import DTYPES
+
+    assert {r.element for r in RECIPES.values()} | {r.scale for r in RECIPES.values() if r.scale} <= set(DTYPES)
+    assert DTYPES[E2M1] == np.dtype(ml_dtypes.float4_e2m1fn).name and ORDINARY.dtype == F32

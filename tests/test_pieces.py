@@ -1,0 +1,235 @@
+"""q[a:b], len, equals, dequantize, pickle and copies of a Quantized."""
+
+import copy
+import pickle
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import BF16, INPUTS, NAMES, ORDINARY
+from on_gpu import REPRESENTATIVE
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.pieces import box_of
+from fp4kit.quantized import PARTS
+from fp4kit.recipes import RECIPES
+
+F32 = np.float32
+STACK = np.stack([ORDINARY, ORDINARY[::-1] * 3, -ORDINARY])
+VARIANT = replace(RECIPES["mxfp4-ocp"], id="mxfp4-mine", block=(1, 16), source="<here>")
+
+
+def quantized(x, name, **options):
+    with np.errstate(all="ignore"):
+        return fp4kit.quantize(x, name, **options)
+
+
+def values(q):
+    with np.errstate(all="ignore"):
+        return fp4kit.dequantize(q, F32)
+
+
+def cuts(q):
+    """Where the first axis may be cut, by the definition of blocks."""
+    step = q.recipe.length_multiple if q.axis == 0 else q.recipe.block_rows if len(q.shape) == 2 else 1
+    return [*range(0, q.shape[0], step), q.shape[0]]
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
+    """Of ordinary and of unusual numbers, also where the length is no multiple of a block's rows."""
+    rng = np.random.default_rng(len(name) + axis)
+    for x in (INPUTS["nonfinite"], INPUTS["extreme"], ORDINARY if axis == 0 else ORDINARY[:120]):
+        q = quantized(x, name, axis=axis)
+        everything, edges = values(q), cuts(q)
+        for _ in range(6):
+            a, b = sorted(rng.choice(edges, 2))
+            part = q[int(a) : int(b)]
+            assert (len(part), part.shape, part.axis) == (b - a, everything[a:b].shape, axis)
+            assert (part.recipe, part.dtype) == (q.recipe, q.dtype)
+            assert_same_bits(values(part), everything[a:b])
+            assert a == b or np.shares_memory(part.packed, q.packed)
+
+
+@given(st.data())
+def test_slices_of_stacks(data):
+    """Three and four dimensions, any axis, scales of experts, rows and blocks."""
+    name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
+    x = STACK if data.draw(st.booleans()) else STACK.reshape(3, 2, 64, 128)
+    axis = data.draw(st.sampled_from([x.ndim - 2, x.ndim - 1]))
+    experts = RECIPES[name].tensor_scaling == "tensor" and data.draw(st.booleans())
+    q = fp4kit.quantize(x, name, axis=axis, tensor_amax=[300.0, 2.0, 7.0] if experts else None)
+    a, b = sorted(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2)))
+    assert_same_bits(values(q[a:b]), values(q)[a:b])
+    assert q[a:b].tensor_scale is None or q[a:b].tensor_scale.shape == q.tensor_scale[a:b].shape if experts else True
+
+
+@given(st.data())
+def test_boxes(data):
+    """Cut along every axis at once, as compare does."""
+    name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
+    axis = data.draw(st.sampled_from([1, 2]))
+    experts = [300.0, 2.0, 7.0] if RECIPES[name].tensor_scaling == "tensor" else None
+    q = fp4kit.quantize(STACK, name, axis=axis, tensor_amax=experts)
+    steps = [1, 1, 1]
+    steps[axis] = q.recipe.length_multiple
+    steps[3 - axis] = q.recipe.block_rows
+    counts = (n // s for n, s in zip(q.shape, steps, strict=True))
+    edges = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in counts]
+    box = tuple(slice(a * s, b * s) for (a, b), s in zip(edges, steps, strict=True))
+    assert_same_bits(values(box_of(q, box)), values(q)[box])
+
+
+def test_slices_along_the_blocks_of_the_first_axis():
+    for x in (ORDINARY[0], ORDINARY, STACK.transpose(1, 0, 2)):
+        q = fp4kit.quantize(x, "nvfp4-te", axis=0)
+        assert_same_bits(values(q[32:80]), values(q)[32:80])
+        with pytest.raises(ValueError, match=r"^Quantized: q\[32:72\] cuts blocks of 16; needs multiples of 16, or the end$"):
+            q[32:72]
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
+def test_swizzled_slices(layout):
+    """Whole tiles are views; other cuts go through unswizzle, as the error says. Tensors of a stack may be cut anywhere."""
+    x = np.resize(ORDINARY, (300, 128))
+    tile = 128 if layout == "swizzled_128x4" else 8
+    q = fp4kit.quantize(x, "nvfp4-te", scale_layout=layout)
+    for a, b in ((tile, 2 * tile), (2 * tile, 300), (0, tile), (0, 300), (tile, tile)):
+        part = q[a:b]
+        assert part.scale_layout == layout
+        assert part.equals(fp4kit.quantize(x[a:b], "nvfp4-te", tensor_amax=q.tensor_amax, scale_layout=layout))
+        assert a == b or np.shares_memory(part.block_scale, q.block_scale)
+    text = f"Quantized: q[16:33] cuts tiles of {layout} scales, which take multiples of {tile}; cut linear ones: fp4kit"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        q[16:33]
+    assert_same_bits(values(fp4kit.unswizzle(q)[16:33]), values(q)[16:33])
+    along = fp4kit.quantize(x[:128], "nvfp4-te", axis=0, scale_layout=layout)
+    with pytest.raises(ValueError, match=r"^Quantized: q\[0:64\] cuts tiles of .*, which take the rows of x; cut linear ones"):
+        along[:64]
+    assert along[:] is along
+    stack = fp4kit.quantize(STACK, "nvfp4-te", scale_layout=layout)
+    assert_same_bits(values(stack[1:2]), values(stack)[1:2])
+
+
+def test_swizzled_blocks_of_several_rows():
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d", scale_layout="swizzled_8x4")
+    assert_same_bits(values(q[16:48]), values(q)[16:48])
+    with pytest.raises(ValueError, match=r"^Quantized: q\[8:16\] cuts blocks of 16; needs multiples of 16, or the end$"):
+        q[8:16]
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (3, 0, 64), (0, 4, 64)])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int4-modelopt", "mxfp8-te", "int8-modelopt"])
+def test_slices_of_nothing(name, shape):
+    q = fp4kit.quantize(np.zeros(shape, F32), name)
+    for rows in (slice(0, 0), slice(None), slice(0, 1), slice(5, 9)):
+        assert q[rows].shape == np.zeros(shape)[rows].shape
+
+
+def test_spellings_of_slices():
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    for rows in (slice(-3, None), slice(5, 200), slice(9, 4), slice(None, None, 1), slice(np.int64(3), np.int64(5))):
+        assert_same_bits(values(q[rows]), values(q)[rows])
+    assert [len(q[i : i + 50]) for i in range(0, len(q), 50)] == [50, 50, 28]
+
+
+@pytest.mark.parametrize("index", [0, -1, np.int64(2), (slice(0, 2), 0), ..., None, "a", [0, 1]])
+def test_what_is_no_slice(index):
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d")
+    text = r"^Quantized: q\[.*\] is no slice; needs whole blocks of the first axis, such as q\[0:16\]$"
+    with pytest.raises(TypeError, match=text):
+        q[index]
+
+
+def test_steps_and_iteration():
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    for step in (2, -1):
+        with pytest.raises(ValueError, match=f"^Quantized: the slice has a step of {step}; needs neighbouring rows"):
+            q[::step]
+    with pytest.raises(TypeError, match=r"^Quantized: q\[0\] is no slice"):
+        list(q)
+    for spread in (np.asarray, np.abs, lambda q: np.zeros(128) + q):
+        with pytest.raises(TypeError, match=r"^Quantized: is no array of numbers; needs q.dequantize\(\) for its values"):
+            spread(q)
+
+
+# --- equality, copies ---------------------------------------------------------------------------------------------------
+
+
+def everything():
+    """Quantized arrays of all recipes, layouts, of NaN, of experts, of nothing."""
+    for name in NAMES:
+        yield quantized(INPUTS["nonfinite"], name)
+    for layout in SCALE_LAYOUTS:
+        yield fp4kit.quantize(ORDINARY[:100], "nvfp4-te", scale_layout=layout)
+    yield fp4kit.quantize(ORDINARY, "mxfp4-ocp", axis=0)
+    yield fp4kit.quantize(STACK.astype(BF16), "nvfp4-te", tensor_amax=[1.0, 2.0, 3.0])
+    yield replace(fp4kit.quantize(ORDINARY, "nvfp4-te"), tensor_amax=None)
+    yield fp4kit.quantize(np.zeros((0, 64), F32), "nvfp4-te")
+    yield fp4kit.quantize(ORDINARY, VARIANT)
+
+
+def pickled(q):
+    return pickle.loads(pickle.dumps(q))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
+def test_copies(copied):
+    for q in everything():
+        other = copied(q)
+        assert other.equals(q) and q.equals(other) and other is not q
+        assert type(other) is fp4kit.Quantized and other.recipe == q.recipe
+        assert_same_bits(values(other), values(q))
+        assert (other.packed is q.packed) == (copied is copy.copy)
+
+
+def test_equality_sees_every_bit_of_every_part():
+    for q in everything():
+        for part in PARTS:
+            array = getattr(q, part)
+            if array is None or not array.size:
+                continue
+            for byte in {0, array.nbytes // 2, array.nbytes - 1}:
+                changed = array.copy()
+                changed.reshape(-1).view(np.uint8)[byte] ^= 1
+                other = copy.copy(q)
+                object.__setattr__(other, part, changed)  # a check of values may refuse it
+                assert not q.equals(other) and not other.equals(q), part
+    nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(F32)
+    q = replace(fp4kit.quantize(ORDINARY, "nvfp4-te"), tensor_scale=nan[0], tensor_amax=None)
+    assert q.equals(copy.deepcopy(q)) and not q.equals(replace(q, tensor_scale=nan[1]))
+
+
+def test_equality_sees_every_field():
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    square = fp4kit.quantize(np.ones((64, 64), F32), "mxfp4-ocp")
+    pairs = [
+        (q, replace(q, dtype=BF16)), (q, replace(q, recipe="nvfp4-flashinfer")), (q, replace(q, tensor_amax=None)),
+        (q, replace(q, recipe=replace(q.recipe, exact="other"))), (square, replace(square, axis=0)), (q, q[:64]),
+        (fp4kit.swizzle(q, "swizzled_8x4"), q),
+    ]  # fmt: skip
+    for a, b in pairs:
+        assert a.equals(a) and not a.equals(b) and not b.equals(a)
+
+
+@pytest.mark.parametrize("other", [None, 1, ORDINARY, "q"])
+def test_equality_with_something_else(other):
+    with pytest.raises(TypeError, match=r"^equals: other is .*; needs a Quantized; fp4kit.compare takes arrays of values too$"):
+        fp4kit.quantize(ORDINARY, "nvfp4-te").equals(other)
+
+
+def test_dequantize_is_the_function():
+    q = fp4kit.quantize(ORDINARY.astype(BF16), "nvfp4-te")
+    for dtype in (None, F32, np.float16, BF16):
+        assert_same_bits(q.dequantize(dtype), fp4kit.dequantize(q, dtype))
+    with pytest.raises(TypeError, match=r"^dequantize: dtype is int8"):
+        q.dequantize(np.int8)

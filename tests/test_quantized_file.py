@@ -1,0 +1,383 @@
+"""fp4kit.save and fp4kit.load: round trips of everything there is, what other readers see, and files that are wrong."""
+
+import json
+import os
+import re
+import struct
+from dataclasses import fields, replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import BF16, INPUTS, NAMES, ORDINARY
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E2M1, ElementFormat
+from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes.data import as_data, from_data
+from fp4kit.storage.quantized_file import ENTRY
+
+F32 = np.float32
+E3M0 = ElementFormat("E3M0", 3, 0, 3)
+VARIANTS = {
+    "block": replace(RECIPES["mxfp4-ocp"], block=(1, 16)),  # under the id of another
+    "id": replace(RECIPES["nvfp4-te"], id="nvfp4-mine", source="<b>\n\u00e9\u6f22", exact=""),
+    "options": replace(RECIPES["nvfp4-te"], id="x-y", sign="negative", amax_nan="propagate", scale_max=256),
+    "nan": replace(RECIPES["mxfp4-ocp"], id="nan", nan_code=0),
+    "format": replace(RECIPES["mxfp4-ocp"], id="e3m0", element=E3M0),
+    "2d": replace(RECIPES["nvfp4-te"], id="2d", block=(8, 16)),
+}
+
+
+def quantized(x, name, **options):
+    with np.errstate(all="ignore"):
+        return fp4kit.quantize(x, name, **options)
+
+
+def round_trip(path, arrays):
+    fp4kit.save(path, arrays)
+    found = fp4kit.load(path)
+    assert list(found) == list(arrays)
+    for name, q in arrays.items():
+        assert found[name].equals(q)
+        assert type(found[name].packed) is np.ndarray and found[name].recipe == q.recipe
+    return found
+
+
+# --- round trips --------------------------------------------------------------------------------------------------------
+
+
+def test_every_recipe(tmp_path):
+    """Ordinary and unusual numbers, along both axes, with and without the amax, in one file."""
+    arrays = {}
+    for name in NAMES:
+        for kind in ("ordinary", "nonfinite", "bf16", "f16"):
+            arrays[f"{name}/{kind}"] = quantized(INPUTS[kind], name)
+        arrays[f"{name}/columns"] = quantized(ORDINARY, name, axis=0)
+        arrays[f"{name}/no amax"] = replace(arrays[f"{name}/ordinary"], tensor_amax=None)
+    found = round_trip(tmp_path / "a.safetensors", arrays)
+    for name, q in arrays.items():
+        with np.errstate(all="ignore"):
+            assert_same_bits(fp4kit.dequantize(found[name]), fp4kit.dequantize(q))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant, tmp_path):
+    q = quantized(ORDINARY, VARIANTS[variant])
+    found = round_trip(tmp_path / "a", {"w": q})["w"]
+    assert all(getattr(found.recipe, field.name) == getattr(q.recipe, field.name) for field in fields(Recipe))
+    assert found.recipe.element.values.tobytes() == q.recipe.element.values.tobytes()
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+@pytest.mark.parametrize("shape", [(100, 48), (128, 64), (3, 7, 32), (2, 3, 5, 16)])
+def test_layouts(layout, shape, tmp_path):
+    x = np.resize(ORDINARY, shape)
+    round_trip(tmp_path / "a", {"w": fp4kit.quantize(x, "nvfp4-te", scale_layout=layout)})
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (0, 64), (4, 0), (0, 0), (3, 0, 64)])
+def test_shapes(shape, tmp_path):
+    for name in ("nvfp4-te", "nvfp4-te-rowscaled", "int4-modelopt", "mxfp8-te"):
+        round_trip(tmp_path / "a", {"w": fp4kit.quantize(np.zeros(shape, F32), name)})
+
+
+def test_experts_views_and_amaxes(tmp_path):
+    stack = np.stack([ORDINARY, 2 * ORDINARY])
+    q = fp4kit.quantize(stack.astype(BF16), "nvfp4-te", tensor_amax=[3.0, 5.0])
+    strided = fp4kit.Quantized.from_parts(q.packed[:, ::2], q.block_scale[:, ::2], q.tensor_scale, recipe="nvfp4-te")
+    assert not strided.packed.flags.c_contiguous
+    found = round_trip(tmp_path / "a", {"experts": q, "part": q[1:], "strided": strided})
+    assert found["experts"].tensor_amax.tolist() == [3.0, 5.0] and found["strided"].tensor_amax is None
+
+
+@pytest.mark.parametrize("names", [["a", "a.packed", "a.tensor_scale"], ["layers.0.weight", "\u6f22 \x00\n\"\\", "__metadata__"]])
+def test_names(names, tmp_path):
+    round_trip(tmp_path / "a", {name: fp4kit.quantize(ORDINARY[i : i + 4], "nvfp4-te") for i, name in enumerate(names)})
+
+
+def test_no_arrays_at_all(tmp_path):
+    fp4kit.save(tmp_path / "a", {})
+    assert fp4kit.load(tmp_path / "a") == {}
+
+
+def test_what_was_loaded_may_be_written_to(tmp_path):
+    fp4kit.save(tmp_path / "a", {"w": fp4kit.quantize(ORDINARY, "nvfp4-te")})
+    found = fp4kit.load(str(tmp_path / "a"))["w"]
+    found.packed[:] = 0
+    assert not fp4kit.load(tmp_path / "a")["w"].equals(found)
+
+
+def test_equal_arrays_give_equal_bytes_and_replace_what_was_there(tmp_path):
+    arrays = {"b": fp4kit.quantize(ORDINARY, "nvfp4-te"), "a": fp4kit.quantize(ORDINARY, VARIANTS["nan"])}
+    fp4kit.save(tmp_path / "a", arrays)
+    (tmp_path / "b").write_text("something else")
+    fp4kit.save(tmp_path / "b", arrays)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    fp4kit.save(tmp_path / "a", {"w": q})
+    before = (tmp_path / "a").read_bytes()
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fp4kit.storage.quantized_file.SafetensorsWriter.finish", fail)
+    with pytest.raises(KeyboardInterrupt):
+        fp4kit.save(tmp_path / "a", {"w": q[:4]})
+    assert (tmp_path / "a").read_bytes() == before and os.listdir(tmp_path) == ["a"]
+
+
+# --- other readers ------------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_alone_reads_it(tmp_path):
+    q = fp4kit.quantize(INPUTS["bf16"], "nvfp4-te")
+    fp4kit.save(tmp_path / "a", {"w": q, "v": fp4kit.quantize(ORDINARY, "mxfp4-ocp", axis=0)})
+    tensors = load_file(tmp_path / "a")
+    assert sorted(tensors) == ["v.block_scale", "v.packed", "w.block_scale", "w.packed", "w.tensor_amax", "w.tensor_scale"]
+    for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+        assert_same_bits(tensors[f"w.{part}"], getattr(q, part))
+    with safe_open(tmp_path / "a", "np") as file:
+        facts = json.loads(file.metadata()[ENTRY])
+    assert facts == {"version": 1, "arrays": {
+        "w": {"recipe": "nvfp4-te", "shape": [128, 128], "dtype": "bfloat16", "axis": 1, "scale_layout": "linear",
+              "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"]},
+        "v": {"recipe": "mxfp4-ocp", "shape": [128, 128], "dtype": "float32", "axis": 0, "scale_layout": "linear",
+              "parts": ["packed", "block_scale"]},
+    }}  # fmt: skip
+    found = fp4kit.Quantized.from_parts(
+        tensors["w.packed"], tensors["w.block_scale"].view(ml_dtypes.float8_e4m3fn), tensors["w.tensor_scale"], recipe="nvfp4-te"
+    )
+    assert_same_bits(found.dequantize(F32), q.dequantize(F32))
+
+
+def test_torch_reads_it(tmp_path):
+    pytest.importorskip("torch")
+    from safetensors.torch import load_file as load_torch
+
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    fp4kit.save(tmp_path / "a", {"w": q})
+    tensors = load_torch(tmp_path / "a")
+    parts = (tensors[f"w.{part}"] for part in ("packed", "block_scale", "tensor_scale"))
+    found = fp4kit.Quantized.from_parts(*parts, recipe=q.recipe)
+    assert_same_bits(found.packed, q.packed)
+
+
+# --- recipes as data ----------------------------------------------------------------------------------------------------
+
+
+def test_recipes_as_data():
+    """Through JSON: the id of one of the table; all fields of another, also of one that has the id of another."""
+    for r in (*RECIPES.values(), *VARIANTS.values()):
+        data = json.loads(json.dumps(as_data(r)))
+        assert from_data(data) == r and type(from_data(data).block) is type(r.block)
+        assert isinstance(data, str) == (RECIPES.get(r.id) == r)
+
+
+def test_fields_with_a_default_may_be_missing():
+    """So that a later version of fp4kit, whose recipes have more of them, reads the files of this one."""
+    data = as_data(VARIANTS["id"])
+    assert from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]
+
+
+# --- what save refuses --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arrays", "kind", "text"), [
+    ({"w": ORDINARY}, TypeError, "save: 'w' is ndarray; needs a Quantized, as fp4kit.quantize returns"),
+    ({"w": None}, TypeError, "save: 'w' is NoneType; needs a Quantized"),
+    ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is a int; needs a str"),
+    ({"": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: a name is empty; needs one, such as 'weight'"),
+    ({"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError,
+     "save: the name 'a\\ud800' holds half a character, which UTF-8 cannot; needs text"),
+])  # fmt: skip
+def test_what_save_refuses(arrays, kind, text, tmp_path):
+    with pytest.raises(kind, match=f"^{re.escape(text)}"):
+        fp4kit.save(tmp_path / "a", arrays)
+    assert not list(tmp_path.iterdir())
+
+
+def test_places_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        fp4kit.save(tmp_path / "missing" / "a", {})
+    with pytest.raises(FileNotFoundError):
+        fp4kit.load(tmp_path / "missing")
+    with pytest.raises(ValueError, match=f"^load: {tmp_path.name}: not a regular file; a safetensors file is needed$"):
+        fp4kit.load(tmp_path)
+
+
+# --- what load refuses --------------------------------------------------------------------------------------------------
+
+Q = fp4kit.quantize(ORDINARY[:4], "nvfp4-te")
+TENSORS = {f"w.{part}": getattr(Q, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
+FACTS = {
+    "recipe": "nvfp4-te", "shape": [4, 128], "dtype": "float32", "axis": 1, "scale_layout": "linear",
+    "parts": ["packed", "block_scale", "tensor_scale", "tensor_amax"],
+}  # fmt: skip
+VARIANT = as_data(VARIANTS["id"])
+
+
+def written(path, facts, tensors=TENSORS, version=1):
+    metadata = facts if isinstance(facts, str) else json.dumps({"version": version, "arrays": facts})
+    save_file({name: np.array(a) for name, a in tensors.items()}, path, {ENTRY: metadata})
+
+
+def test_what_is_written_here_is_right(tmp_path):
+    written(tmp_path / "a", {"w": FACTS})
+    assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
+
+
+def without(fact):
+    return {name: value for name, value in FACTS.items() if name != fact}
+
+
+METADATA = {  # the entry, and what load says of it
+    "no JSON": ("{", "metadata fp4kit_quantized: not valid JSON (Expecting property name"),
+    "a list": ("[]", "metadata fp4kit_quantized: holds a JSON list; an object is needed"),
+    "a key twice": ('{"version": 1, "version": 1}', "metadata fp4kit_quantized: the key 'version' stands twice"),
+    "an array twice": ('{"arrays": {"w": 1, "w": 2}}', "metadata fp4kit_quantized: the key 'w' stands twice; keep one of them"),
+    "deep": ("[" * 100_000, "metadata fp4kit_quantized: not valid JSON (maximum recursion"),
+    "a long number": ('{"version": ' + "1" * 5000 + "}", "metadata fp4kit_quantized: not valid JSON (Exceeds the limit"),
+    "no version": ('{"arrays": {}}', "is of version None; needs 1; read it with another fp4kit"),
+    "another version": ('{"version": 2, "arrays": {}}', "is of version 2; needs 1; read it with another fp4kit"),
+    "true as a version": ('{"version": true, "arrays": {}}', "is of version True; needs 1"),
+    "a long version": (json.dumps({"version": "x" * 999}), f"is of version '{'x' * 76}...; needs 1"),
+    "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object, name by name"),
+    "arrays as a list": ('{"version": 1, "arrays": [1]}', "metadata fp4kit_quantized: arrays is [1]; needs an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", METADATA)
+def test_metadata_that_is_wrong(case, tmp_path):
+    entry, text = METADATA[case]
+    written(tmp_path / "a.safetensors", entry)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
+        fp4kit.load(tmp_path / "a.safetensors")
+
+
+ARRAYS = {  # facts of w, and what load says of them
+    "no object": (3, "w: its metadata has 3; needs recipe, shape, dtype, axis, scale_layout, parts"),
+    "nothing": ({}, "w: its metadata has nothing; needs recipe, shape"),
+    "a fact less": (without("axis"), "w: its metadata has recipe, shape, dtype, scale_layout, parts; needs recipe, shape"),
+    "a fact more": ({**FACTS, "x": 1}, "w: its metadata has recipe, shape, dtype, axis, scale_layout, parts, x; needs"),
+    "recipe of no type": ({**FACTS, "recipe": 3}, "w: its recipe is 3; needs an id or an object of fields"),
+    "unknown recipe": ({**FACTS, "recipe": "nvfp4-tee"}, "w: recipe: no recipe is called 'nvfp4-tee'; did you mean"),
+    "another recipe": ({**FACTS, "recipe": "mxfp4-ocp"}, "w: Quantized: block_scale is uint8 (4, 8); mxfp4-ocp of"),
+    "a field more": ({**FACTS, "recipe": {**VARIANT, "x": 1}}, "w: Recipe: there is no field 'x'; a later version"),
+    "a field less": ({**FACTS, "recipe": {"id": "x"}}, "w: Recipe: the field 'element' is missing"),
+    "a rule": ({**FACTS, "recipe": {**VARIANT, "block_rule": "x"}}, "w: Recipe nvfp4-mine: block_rule is 'x'; needs one of"),
+    "a format": ({**FACTS, "recipe": {**VARIANT, "element": "E9"}}, "w: Recipe: no format is called 'E9'; needs one of E2M1"),
+    "a format as a list": ({**FACTS, "recipe": {**VARIANT, "scale": []}}, "w: ElementFormat: [] is no object of fields"),
+    "a format of 999 bits": (
+        {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 999, "mantissa_bits": 1}}},
+        "w: ElementFormat X: exponent_bits is 999, mantissa_bits 1; needs neither negative, and 1 to 8 bits",
+    ),
+    "a bias": (
+        {**FACTS, "recipe": {**VARIANT, "element": {"name": "X", "exponent_bits": 2, "mantissa_bits": 1, "bias": 10**400}}},
+        "w: ElementFormat X: bias is 1000",
+    ),
+    "a block": ({**FACTS, "recipe": {**VARIANT, "block": [0, 16]}}, "w: Recipe nvfp4-mine: block is (0, 16); needs (rows"),
+    "an id that is none": ({**FACTS, "recipe": {**VARIANT, "id": 3}}, "w: Recipe: id is 3; needs a str"),
+    "shape of floats": ({**FACTS, "shape": [4.0, 128]}, "w: its shape is [4.0, 128]; needs a list of integers"),
+    "shape of truths": ({**FACTS, "shape": [True, 128]}, "w: its shape is [True, 128]; needs a list of integers"),
+    "negative shape": ({**FACTS, "shape": [-4, 128]}, "w: Quantized: shape is (-4, 128); needs lengths >= 0"),
+    "another shape": ({**FACTS, "shape": [8, 128]}, "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs"),
+    "no shape": ({**FACTS, "shape": []}, "w: Quantized: axis 1 of a 0-d array; needs 0 to -1"),
+    "huge shape": ({**FACTS, "shape": [10**30, 128]}, "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000"),
+    "odd length": ({**FACTS, "shape": [4, 100]}, "w: Quantized: axis 1 has length 100; nvfp4-te needs a multiple of 16"),
+    "dtype": ({**FACTS, "dtype": "int32"}, "w: its dtype is 'int32'; needs one of float32, float16, bfloat16"),
+    "dtype of no type": ({**FACTS, "dtype": ["float32"]}, "w: its dtype is ['float32']; needs one of float32, float16, bfloat16"),
+    "axis": ({**FACTS, "axis": 2}, "w: Quantized: axis 2 of a 2-d array; needs -2 to 1"),
+    "axis of no type": ({**FACTS, "axis": "1"}, "w: its axis is '1'; needs an integer"),
+    "layout": ({**FACTS, "scale_layout": "x"}, "w: Quantized: scale_layout is 'x'; needs one of linear, swizzled_128x4"),
+    "another layout": ({**FACTS, "scale_layout": "swizzled_8x4"}, "w: Quantized: block_scale is uint8 (4, 8); nvfp4-te of"),
+    "layout of no type": ({**FACTS, "scale_layout": 1}, "w: its scale_layout is 1; needs the name of a layout"),
+    "unknown part": ({**FACTS, "parts": ["packed", "x"]}, "w: its parts is ['packed', 'x']; needs packed and what else there is"),
+    "part twice": ({**FACTS, "parts": ["packed", "packed"]}, "w: its parts is ['packed', 'packed']; needs packed and what"),
+    "no codes": ({**FACTS, "parts": ["block_scale"]}, "w: its parts is ['block_scale']; needs packed and what else there is"),
+    "parts of no type": ({**FACTS, "parts": "packed"}, "w: its parts is 'packed'; needs packed and what else there is"),
+    "fewer parts": (
+        {**FACTS, "parts": ["packed", "block_scale", "tensor_scale"]},
+        "holds w.tensor_amax, which its metadata has not; write it with fp4kit.save",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_facts_that_are_wrong(case, tmp_path):
+    facts, text = ARRAYS[case]
+    written(tmp_path / "a.safetensors", {"w": facts})
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
+        fp4kit.load(tmp_path / "a.safetensors")
+
+
+CONTENTS = {  # changes of the tensors, and what load says of them
+    "a tensor less": ({"w.packed": None}, "the tensor w.packed is missing; write the file again with fp4kit.save"),
+    "a tensor more": ({"bias": F32([1])}, "holds bias, which its metadata has not; write it with fp4kit.save"),
+    "codes of another dtype": ({"w.packed": Q.packed.view(np.int8)}, "the tensor w.packed is I8; needs U8"),
+    "a scale of another dtype": ({"w.tensor_scale": np.float64(1)}, "the tensor w.tensor_scale is F64; needs F32"),
+    "codes of another shape": ({"w.packed": Q.packed[:3]}, "w: Quantized: packed is uint8 (3, 64); nvfp4-te of (4, 128) needs"),
+    "a negative scale": ({"w.tensor_scale": F32(-1)}, "w: Quantized: tensor_scale is negative; needs tensor_scale >= 0"),
+    "scales of rows": ({"w.tensor_scale": np.ones(4, F32)}, "w: Quantized: tensor_scale is float32 (4,); nvfp4-te of (4, 128)"),
+    "a name that moves the cursor": ({"\x1b[2J": F32([1])}, r"holds \x1b[2J, which its metadata has not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONTENTS)
+def test_tensors_that_are_wrong(case, tmp_path):
+    changes, text = CONTENTS[case]
+    tensors = {name: a for name, a in (TENSORS | changes).items() if a is not None}
+    written(tmp_path / "a.safetensors", {"w": FACTS}, tensors)
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a.safetensors: {text}')}"):
+        fp4kit.load(tmp_path / "a.safetensors")
+
+
+def test_a_file_of_somebody_else(tmp_path):
+    save_file({"w.packed": Q.packed}, tmp_path / "a.safetensors", {"format": "pt"})
+    text = (
+        "load: a.safetensors: has no metadata fp4kit_quantized; it was not written by fp4kit.save; "
+        "build a Quantized of its tensors with fp4kit.Quantized.from_parts"
+    )
+    for metadata in ({"format": "pt"}, None):
+        save_file({"w.packed": Q.packed}, tmp_path / "a.safetensors", metadata)
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            fp4kit.load(tmp_path / "a.safetensors")
+
+
+def test_every_truncation(tmp_path):
+    fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
+    whole = (tmp_path / "whole").read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / "a").write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: "):
+            fp4kit.load(tmp_path / "a")
+    (tmp_path / "a").write_bytes(whole + b"\0")
+    with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it exactly"):
+        fp4kit.load(tmp_path / "a")
+
+
+def test_every_byte_of_the_header_flipped(tmp_path):
+    """A clear error, or a file that means the same or another array; never another exception."""
+    fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
+    whole = (tmp_path / "whole").read_bytes()
+    for at in range(8 + struct.unpack("<Q", whole[:8])[0]):
+        for bit in (0, 5, 7):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << bit
+            (tmp_path / "a").write_bytes(changed)
+            try:
+                fp4kit.load(tmp_path / "a")
+            except ValueError as error:
+                assert str(error).startswith("load: a: ")
+
+
+def test_e2m1_is_named_in_the_data_of_variants():
+    assert as_data(VARIANTS["id"])["element"] == "E2M1" == E2M1.name and as_data(VARIANTS["format"])["element"]["name"] == "E3M0"
