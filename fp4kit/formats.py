@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit import rounding as rounding_of
 from fp4kit.arithmetic import ieee
 
 FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # of what is quantized, and of values
@@ -206,7 +207,51 @@ class ElementFormat:
         return midpoints
 
 
+    # ---- numbers and codes ----------------------------------------------------------------------------------------------
+
+    @ieee("ElementFormat.encode")
+    def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
+        """Codes of numbers, each rounded once: uint8 of the shape of x, a NumPy scalar for a number.
+
+            E2M1.encode(2.4) == 4;   E2M1.encode([0.3, -7.0]) == [1, 15];   E2M1.decode(E2M1.encode(x)) is x, rounded
+
+        x: a number, or an array of floats of at most 64 bits (also those of ml_dtypes) or of integers up to 2^53, on the host.
+        rounding: nearest, ties to the even code "rn", away from zero "rna", toward zero "rnz"; toward zero "rz", up "rp", down
+            "rm"; stochastic "rs": up in magnitude where the part beyond the code below, in steps, is 1 - random / 2^n or more.
+        saturate: whether what is beyond the largest value, infinities too, becomes that. Else it becomes the format's infinity,
+            or NaN where it has only that; a format with neither (E2M1, INT8, ...) saturates all the same.
+        random: with "rs" alone: uint8, uint16 or uint32 of the shape of x (n = 8, 16, 32); 0 rounds toward zero.
+
+        Raises TypeError for an x of another kind, ValueError for an unknown rounding, random bits that are missing, left over or
+            of another shape, and integers beyond 2^53.
+        Numerics: float64 is rounded as it is, not by way of float32. Overflow is judged after rounding, so that a finite number
+            that is rounded toward zero stays finite, as in IEEE 754. -0, and negative numbers that round to zero, are the code of
+            -0 (integers have one zero). NaN becomes nan_code: the format's NaN, or its largest value. E8M0 has no sign and no
+            zero: negative numbers are NaN, zero and what is below 2^-127 become 2^-127. Without mantissa bits (E8M0, E3M0) a tie
+            between powers of two goes up under "rn".
+        Exact: PTX cvt .satfinite of the same rounding, where there is one. Recipes have other rules for signs and NaN on this
+            formula; "rs" is exact where reference.stochastic.encode_stochastic adds in float32, as Transformer Engine does.
+        """
+        return rounding_of.encode(x, self, rounding, saturate, random)
+
+    def decode(self, codes: Any) -> Any:
+        """Values of codes: float32, exactly, of the shape of codes; a NumPy scalar for one code.
+
+        codes: integers of any type from 0 to 2**bits - 1 (fp4kit.unpack makes them of packed 4-bit codes). Raises TypeError for
+        what is no integer, ValueError for one that is out of range. NaN codes are NaN.
+        """
+        op, array = f"{self.name}.decode", np.asarray(codes)
+        if array.dtype.kind not in "iu":
+            raise TypeError(f"{op}: codes are {array.dtype}; needs integers, such as uint8")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < 2**self.bits:
+            beyond = int(array.min()) if array.min() < 0 else int(array.max())
+            raise ValueError(f"{op}: codes hold {beyond}; needs 0 to {2**self.bits - 1}; packed bytes: fp4kit.unpack")
+        return np.take(self.values, array)
+
+
 E2M1 = ElementFormat("E2M1", 2, 1, 1)
+E1M2 = ElementFormat("E1M2", 1, 2, 1)
+E3M0 = ElementFormat("E3M0", 3, 0, 3)
 E2M3 = ElementFormat("E2M3", 2, 3, 1)
 E3M2 = ElementFormat("E3M2", 3, 2, 3)
 E4M3 = ElementFormat("E4M3", 4, 3, 7, specials="nan")
@@ -215,7 +260,7 @@ E8M0 = ElementFormat("E8M0", 8, 0, 127, specials="nan", signed=False, has_zero=F
 INT4 = ElementFormat("INT4", 0, 3)
 INT8 = ElementFormat("INT8", 0, 7)
 
-ELEMENT_FORMATS = (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
+ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
 
 
 @dataclass(frozen=True)

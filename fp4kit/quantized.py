@@ -20,7 +20,7 @@ from fp4kit.recipes import recipe as find_recipe
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
-_NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
+NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +139,7 @@ class Quantized:
         if not (array >= 0).all():
             if (array < 0).any():
                 raise ValueError(f"Quantized: {name} is negative; needs {name} >= 0: the sign of a value is in its code")
-            numbers = self.recipe.tensor_rule in _NEVER_NAN
+            numbers = self.recipe.tensor_rule in NEVER_NAN
             if name == "tensor_scale" and numbers:
                 raise ValueError(f"Quantized: {name} is NaN; {self.recipe.id} gives no such scale; needs a number")
             if name == "tensor_amax" and not numbers and (np.isnan(array) & ~np.isnan(self.tensor_scale)).any():

@@ -247,3 +247,44 @@ def test_identify_needs_the_array() -> None:
         ValueError, match=re.escape("identify: x has shape (64, 64) and q (64, 128); needs the array that q was made from")
     ):
         fp4kit.identify(q, X[:, :64])
+
+
+# ---- steps of the element format --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2", "int8-modelopt", "int4-modelopt"]
+)
+def test_steps_between_every_pair_of_codes(name) -> None:
+    """Against the place of each value in the sorted list of the format's numbers, in which -0 is 0."""
+    r = RECIPES[name]
+    numbers = sorted({float(v) for v in r.element.values if not np.isnan(v)})
+    place = [None if np.isnan(v) else numbers.index(float(v)) for v in r.element.values]
+    x = np.zeros((2**r.element.bits, 32), np.float32)
+    q = fp4kit.quantize(x, r)
+
+    def with_code(code):
+        codes = np.zeros(x.shape, np.uint8)
+        codes[1, 7] = code
+        return replace(q, packed=fp4kit.pack(codes) if r.is_packed else codes)
+
+    for a in range(2**r.element.bits)[:: 1 if r.is_packed else 7]:
+        for b in range(2**r.element.bits)[:: 1 if r.is_packed else 5]:
+            result = fp4kit.compare(with_code(a), with_code(b))
+            known = None not in (place[a], place[b])
+            assert result.max_steps == (abs(place[a] - place[b]) if known else 0)
+
+
+def test_steps_are_printed_where_codes_differ() -> None:
+    q = fp4kit.quantize(X, "nvfp4-te")
+    packed, scales = q.packed.copy(), q.block_scale.copy()
+    scales[9, 2] += 1
+    text = str(fp4kit.compare(q, replace(q, block_scale=scales)))
+    assert re.search(r"largest        [\d,]+ ulp, ", text) and "step" not in text
+    packed[3, 5] = packed[3, 5] & 0xF0 | 0x0
+    other = replace(q, packed=packed & 0x0F | 0x10)
+    result = fp4kit.compare(q, other)
+    assert f"largest        {result.max_steps} steps of E2M1, |a - b| = " in str(result) and "ulp" not in str(result)
+    assert result.max_steps > 1 and result.max_ulp > 10**6
+    assert fp4kit.compare(X, X).max_steps is None and fp4kit.compare(q, q).max_steps == 0
+    assert fp4kit.compare(q, fp4kit.quantize(X, "mxfp4-ocp")).max_steps is None

@@ -137,7 +137,7 @@ def test_formats_are_frozen(fmt):
 
 def test_names():
     names = [fmt.name for fmt in formats.ELEMENT_FORMATS]
-    assert names == ["E2M1", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "INT4", "INT8"]
+    assert names == ["E2M1", "E1M2", "E3M0", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "INT4", "INT8"]
     assert [repr(fmt) for fmt in formats.ELEMENT_FORMATS] == names
     assert [getattr(formats, name) for name in names] == list(formats.ELEMENT_FORMATS)
     assert [repr(fmt) for fmt in formats.BLOCK_FORMATS] == [fmt.name for fmt in formats.BLOCK_FORMATS]

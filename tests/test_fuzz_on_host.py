@@ -16,7 +16,8 @@ from host import cupy_on_host
 from fp4kit.evidence import fuzz, fuzz_check
 from fp4kit.evidence.engines import Engine, Outcome
 from fp4kit.evidence.fuzz_cases import Pool
-from fp4kit.evidence.fuzz_recipes import E1M2, E3M0, Variant
+from fp4kit.evidence.fuzz_recipes import Variant
+from fp4kit.formats import E1M2, E3M0
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 

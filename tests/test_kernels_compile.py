@@ -17,6 +17,7 @@ from host.cases_hadamard import AmaxStrips
 from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
+from host.cases_scales import WithScales
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
@@ -53,6 +54,10 @@ KINDS = [
     Patch(RECIPES["mxfp8-te"], F32),
     Patch(RECIPES["nvfp4-te-2d"], layout="swizzled_128x4"),
     Patch(RECIPES["mxfp8-te-2d"], F16, fake=True, misaligned=True),
+    WithScales(RECIPES["nvfp4-flashinfer"], rounding="seed"),
+    WithScales(RECIPES["nvfp4-flashinfer-4over6-mse-256"], F16),
+    WithScales(RECIPES["int4-modelopt-channel"], F32, misaligned=True),
+    WithScales(RECIPES["mxfp8-te-2d"], layout="swizzled_128x4", hadamard=True),
     Partial(RECIPES["nvfp4-te-2d"], F32),
     Partial(RECIPES["mxfp8-te"], BF16),
     Fake(RECIPES["nvfp4-modelopt-fake-cuda"], misaligned=True),

@@ -13,6 +13,7 @@ from fp4kit.cuda import loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.reference import block_rules, codec, dequantize, fake, scaling
+from fp4kit.rounding import ROUNDINGS
 
 V, T = ValueError, TypeError
 E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
@@ -190,7 +191,7 @@ def test_names_of_rules_are_those_of_the_specification():
     assert named(scaling, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert named(dequantize, "decode_") == {*rules.DECODE_RULES}
     assert {*fake.FAKE_RULES} == {*rules.FAKE_RULES}
-    assert set(rules.ROUNDINGS) == set(codec.ROUNDINGS) and set(rules.SIGNS) == set(codec.SIGNS)
+    assert set(rules.ROUNDINGS) == set(ROUNDINGS) and set(rules.SIGNS) == set(codec.SIGNS)
 
 
 def test_names_of_rules_are_those_of_the_kernels():

@@ -11,10 +11,8 @@ from host.cases_grouped import GroupedQuantize
 from host.cases_layouts import Transpose
 from host.cases_partial import Partial
 from host.cases_variants import (
-    E1M2,
     E2M1_BIAS0,
     E2M1_BIAS3,
-    E3M0,
     E3M4,
     E4M3_IEEE,
     Subnormal,
@@ -25,6 +23,7 @@ from host.cases_variants import (
 )
 from inputs import BF16
 
+from fp4kit.formats import E1M2, E3M0
 from fp4kit.recipes import RECIPES
 
 FLASHINFER, PRECISE = square("nvfp4-flashinfer"), square("nvfp4-flashinfer-precise")

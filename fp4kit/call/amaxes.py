@@ -58,7 +58,7 @@ def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> np.ndarray:
     """A tensor_amax of the host as float32 of its canonical shape: () or (E,), one a row, or one a block."""
-    amax = reshape_amax(op, _real(op, "tensor_amax", amax), moved_shape, recipe)
+    amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     bad = ~(amax >= 0)
     if bad.any():
         what = "NaN" if np.isnan(amax).any() else "negative"
@@ -67,7 +67,7 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 @ieee("amax")
-def _real(op: str, name: str, amax: Any) -> np.ndarray:
+def as_real(op: str, name: str, amax: Any) -> np.ndarray:
     """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
     array = np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
@@ -78,7 +78,7 @@ def _real(op: str, name: str, amax: Any) -> np.ndarray:
 
 def check_clip_amax(op: str, amax: Any) -> np.ndarray:
     """The amax that a gradient is clipped at as float32, of any shape: not negative. NaN is one that no x is within."""
-    amax = _real(op, "amax", amax)
+    amax = as_real(op, "amax", amax)
     with np.errstate(invalid="ignore"):
         negative = int(np.count_nonzero(amax < 0))
     if negative:
@@ -86,8 +86,8 @@ def check_clip_amax(op: str, amax: Any) -> np.ndarray:
     return amax
 
 
-def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """tensor_amax in its canonical shape; trailing axes of length 1 may be missing or left over."""
+def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
+    """tensor_amax, or tensor_scale, in its canonical shape; trailing axes of length 1 may be missing or left over."""
     wanted = tensor_amax_shape(moved_shape, recipe)
     allowed = [wanted]
     if recipe.tensor_scaling == "tensor":
@@ -99,7 +99,7 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
         return amax.reshape(shape)
     if recipe.tensor_scaling == "block" and amax.size == prod(wanted):
         return amax.reshape(wanted)
-    raise ValueError(f"{op}: tensor_amax has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
+    raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
 def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
@@ -116,7 +116,7 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         if not isinstance(given, interop.cupy().ndarray) or given.dtype != np.float32 or given.size != prod(wanted):
             raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
         return given.reshape(wanted)
-    amax = _real(op, "block_amax", given)
+    amax = as_real(op, "block_amax", given)
     if amax.size != prod(wanted):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
     if np.isnan(amax).any() or (amax < 0).any():

@@ -59,6 +59,8 @@ def check_quantized_out(call: Any) -> None:
         if found != value:
             found, value = (repr(part) if name == "recipe" else part for part in (found, value))  # one line
             raise ValueError(f"{op}: out has {name} {found}; needs {value}")
+    if call.tensor_scale is not None and out.tensor_amax is not None:
+        raise ValueError(f"{op}: out has a tensor_amax, which tensor_scale does not tell; needs replace(out, tensor_amax=None)")
     for name, (shape, dtype) in _parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
@@ -73,8 +75,10 @@ def _parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
     if r.scale is not None:
         parts["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
     if r.tensor_scaling != "none":
-        covered = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
-        parts |= {name: (covered, np.dtype(np.float32)) for name in ("tensor_scale", "tensor_amax")}
+        given = call.tensor_amax if call.tensor_scale is None else call.tensor_scale
+        covered = tensor_amax_shape(shape, r) if given is None else given.shape
+        names = ("tensor_scale", "tensor_amax") if call.tensor_scale is None else ("tensor_scale",)
+        parts |= {name: (covered, np.dtype(np.float32)) for name in names}
     return parts
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from fp4kit.call import check
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
 from fp4kit.call.outputs import check_quantized_out, import_out
+from fp4kit.call.scales import check_complete, given_block_scale, given_tensor_scale
 from fp4kit.interop import import_arrays, is_array
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import Quantized
@@ -43,7 +44,8 @@ class Call(NamedTuple):
     x: the array as the engine takes it, NumPy or CuPy. axis: not negative. moved: x with that axis last. tensor_amax,
     block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
     fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape of moved. mask: sign
-    mask of the Hadamard transform, None for none. out: a Quantized to write to, or None.
+    mask of the Hadamard transform, None for none. out: a Quantized to write to, or None. block_scale, tensor_scale: given,
+    uint8 in `layout` and float32 in their canonical shapes; None where the recipe has none, or the call is to find them.
     """
 
     op: str
@@ -58,6 +60,13 @@ class Call(NamedTuple):
     random: Any = None
     mask: int | None = None
     out: Quantized | None = None
+    block_scale: Any = None
+    tensor_scale: Any = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scales are given."""
+        return self.block_scale is not None or self.tensor_scale is not None
 
     @property
     def on_device(self) -> bool:
@@ -98,6 +107,26 @@ def quantize_call(
     check_codes(call, options.scale_layout)
     call = with_options(call, options._replace(seed=given["seed"]))._replace(out=import_out(op, out))
     call = with_amaxes(call, given["tensor_amax"], given["block_amax"])
+    if out is not None:
+        check_quantized_out(call)
+    return call
+
+
+def call_with_scales(
+    op: str, x: Any, recipe: str | Recipe, axis: int, options: Options, block_scale: Any, tensor_scale: Any, out: Quantized | None
+) -> Call:
+    """A call that gives codes for scales that there are, one of which is given at least."""
+    arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
+    call, given = array_call(op, x, recipe, axis, **arrays)
+    check_codes(call, options.scale_layout)
+    check_complete(op, call.recipe, block_scale, tensor_scale)
+    call = with_options(call, options._replace(seed=given["seed"]))
+    shape, r = call.moved.shape, call.recipe
+    call = call._replace(
+        out=out,
+        block_scale=given_block_scale(op, given["block_scale"], shape, r, call.layout),
+        tensor_scale=given_tensor_scale(op, given["tensor_scale"], shape, r, call.on_device),
+    )
     if out is not None:
         check_quantized_out(call)
     return call

@@ -110,10 +110,10 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
     return loader.function(instantiation("implied", recipe_struct(r), Input=TYPES[original]), "implied_kernel", device)
 
 
-def _implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """The amaxes of many tensor scales, as reference.implied finds them: float32, one a scale."""
+def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
+    """The amaxes of contiguous tensor scales, as reference.implied finds them: float32, same shape."""
     device, count = tensor_scale.device.id, tensor_scale.size
-    found = interop.cupy().empty(count, np.float32)
+    found = interop.cupy().empty(tensor_scale.shape, np.float32)
     launch = Launch(_implied_function(r, original, device), grid(-(-count // THREADS), device), _IMPLIED, count)
     launch(*map(address, (tensor_scale, amax, found)))
     return found
@@ -124,7 +124,7 @@ def dequantize_matrix(
 ) -> None:
     """Values of contiguous packed codes into values (M, K). tensor_scale: None without; amax: as many, or None if unknown."""
     if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
-        amax = _implied_amaxes(tensor_scale, amax, r, original)
+        amax = implied_amaxes(tensor_scale, amax, r, original)
     launch = dequantize_launch(r, layout, original, values.dtype, values.shape, values.device.id)
     launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 

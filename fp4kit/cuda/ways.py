@@ -34,6 +34,7 @@ TABLE_LEAST = 1 << 23
 PATCH_BLOCKS = ((1, 16), (1, 32), (16, 16), (32, 32))
 SPAN_BYTES = 32  # what rows are multiples of, for patches
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 128, 128, 256  # of a thread block: columns of square blocks, bytes of a row of others
+SCALED_RUN = 16  # elements that a thread encodes under given scales
 BAND_SHIFT = 3  # bands of 2^3 tiles: as fast as 2^4, both 4% faster than rows of tiles (both ways, H200, 2026-11-21)
 
 
@@ -70,7 +71,7 @@ class Work(NamedTuple):
 
     shape: of the contiguous matrix. values: fake-quantized elements instead of codes. columns: codes along the columns, alone or
     beside those along the rows; then mask is of a Hadamard transform of the columns. calibrated: block amaxes are given.
-    finds_amax: that of the whole array is found by the kernel, and written to tensor_amax.
+    finds_amax: that of the whole array is found by the kernel, and written to tensor_amax. scaled: the scales are given.
     """
 
     recipe: Recipe
@@ -84,6 +85,7 @@ class Work(NamedTuple):
     calibrated: bool = False
     grouped: bool = False
     finds_amax: bool = False
+    scaled: bool = False
 
     @property
     def seen_shape(self) -> tuple[int, int]:
@@ -132,7 +134,7 @@ def _takes_patch(w: Work) -> bool:
     unit = r.block_size if tall else SPAN_BYTES // w.dtype.itemsize
     wanted = w.columns or tall
     transform = w.mask is None or (w.columns and r.block == (1, HADAMARD_BLOCK))
-    plain = not (w.stochastic or w.calibrated or w.grouped or has_own_values(w)) and transform
+    plain = not (w.stochastic or w.calibrated or w.grouped or w.scaled or has_own_values(w)) and transform
     return wanted and plain and patches(r) and w.shape[1] % unit == 0
 
 
@@ -145,7 +147,7 @@ def _takes_table(w: Work) -> bool:
 
 
 def _by_rows(w: Work) -> bool:
-    return not w.columns and not has_own_values(w)
+    return not w.columns and not has_own_values(w) and not w.scaled
 
 
 def _takes_tile(w: Work) -> bool:
@@ -153,6 +155,10 @@ def _takes_tile(w: Work) -> bool:
     rows, columns = r.block or (1, 0)
     whole = columns in (HADAMARD_BLOCK, WIDEST_TILE) and THREADS % rows == 0
     return _by_rows(w) and (rows > 1 or r.four_over_six is not None) and whole and not w.calibrated
+
+
+def _takes_scaled(w: Work) -> bool:
+    return w.scaled and not w.columns and (w.recipe.block is None or w.recipe.block_size % SCALED_RUN == 0)
 
 
 def _takes_plain(w: Work) -> bool:
@@ -212,11 +218,18 @@ def _row_grid(w: Work, device: int) -> int:
     return grid(work, device, 96 if prepares else UNLIMITED)
 
 
+def _scaled_grid(w: Work, device: int) -> int:
+    rows, columns = w.seen_shape
+    return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
+
+
 # ---- the table --------------------------------------------------------------------------------------------------------------
 
 WAYS = (
     # The producer's own arithmetic, which has no codes.
     Way("fake", _takes_fake, _fake_grid),
+    # Scales that are given: no amax, and a factor for each run of a block.
+    Way("quantize_with_scales", _takes_scaled, _scaled_grid),
     # Blocks in columns, and both ways from one read: 0.95 and 0.78 - 0.82 of a copy, 0.4 by way of a transposed copy. Square
     # blocks: 0.995, 0.42 by tiles (H200, 2026-11-21).
     Way("quantize_patch", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
@@ -258,6 +271,11 @@ def why_declined(w: Work) -> str:
         return (
             f"{what} with fake_rule={r.fake_rule!r} have no CUDA kernel; needs one row of 16, 32, 64, 128, 256 or 512 columns, "
             "and amax_nan 'ignore' or 'propagate'; compute on the CPU with cupy.asnumpy(x)"
+        )
+    if w.scaled:
+        return (
+            f"blocks of {rows}x{columns} under given scales have no CUDA kernel; needs a multiple of {SCALED_RUN} columns; "
+            "compute on the CPU with cupy.asnumpy(x)"
         )
     if w.calibrated and (rows > 1 or r.four_over_six):
         return "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"

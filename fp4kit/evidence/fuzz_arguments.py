@@ -8,7 +8,7 @@ from typing import Any
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.evidence.fuzz_arrays import Array, View
 from fp4kit.evidence.fuzz_cases import Case, Options
-from fp4kit.evidence.fuzz_statements import Dtype, Program
+from fp4kit.evidence.fuzz_statements import Dtype, Program, Ref
 from fp4kit.parts import scale_shape
 
 
@@ -89,3 +89,16 @@ def codes_options(p: Program, case: Case) -> dict[str, Any]:
 def decoded(o: Options) -> Dtype | None:
     """The dtype to decode to; None for the array's own."""
     return Dtype(o.decoded) if o.decoded else None
+
+
+def into(p: Program, o: Options, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
+    """The same call with guarded outputs, twice."""
+    step = 2 if o.out == "strided" else 1
+    host_only = step > 1 and function == "fp4kit.quantize"
+    out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))
+    for i in range(2):
+        p.call(f"again{i}", function, *arguments, **options, out=out["value"])
+        p.mark(host_only=host_only)
+        p.same(Ref(f"again{i}"), expected)
+        p.mark(host_only=host_only)
+    p.same(p.call("guards", "touched", out), 0)

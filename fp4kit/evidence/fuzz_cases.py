@@ -21,6 +21,7 @@ from fp4kit.recipes import RECIPES, Recipe
 OPERATIONS = (
     "quantize",
     "quantize_both",
+    "with_scales",
     "decode",
     "fake_quantize",
     "quantize_grouped",
@@ -190,7 +191,7 @@ class Draw:
             hadamard=self.pick(self.pool.hadamard) if coded and self.often(0.3) else False,
             tensor_amax=self.pick(("number", "array", "column")) if r.tensor_scaling != "none" and self.often(0.4) else "",
             block_amax=r.static and (coded or operation in _ROUNDED) and operation != "quantize_both" and self.often(0.6),
-            out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "decode") else "",
+            out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "with_scales", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
             target=self.variant("requantize") if operation == "requantize" else None,
             target_layout=self.pick(self.pool.layouts),
@@ -246,8 +247,8 @@ class Draw:
         return view
 
 
-_CODES = ("quantize", "quantize_both", "quantize_grouped", "plan")
-_ROUNDED = ("quantize", "quantize_both", "fake_quantize", "quantize_grouped", "fake_quantize_grouped", "plan")
+_CODES = ("quantize", "quantize_both", "with_scales", "quantize_grouped", "plan")
+_ROUNDED = ("quantize", "quantize_both", "with_scales", "fake_quantize", "quantize_grouped", "fake_quantize_grouped", "plan")
 _SEEDED = ("quantize_both", "quantize_grouped", "fake_quantize_grouped", "plan")  # one seed for several arrays
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")

@@ -15,12 +15,14 @@ from fp4kit.evidence.fuzz_arguments import (
     codes_options,
     decoded,
     faulty,
+    into,
     moved_shape,
     random_options,
     tensor_amax,
 )
-from fp4kit.evidence.fuzz_cases import Case, Options
+from fp4kit.evidence.fuzz_cases import Case
 from fp4kit.evidence.fuzz_statements import Program, Ref, Statement
+from fp4kit.evidence.fuzz_with_scales import with_scales
 from fp4kit.layouts import padded_shape
 from fp4kit.parts import packed_shape, scale_shape
 
@@ -45,7 +47,7 @@ def _quantize(p: Program, case: Case) -> None:
         copy = p.call("copy", "x.copy", "C")
         p.same(q, p.call("q_copy", "fp4kit.quantize", copy, Ref("r"), **options))
     if case.options.out:
-        _into(p, case.options, q, "fp4kit.quantize", x, Ref("r"), **options)
+        into(p, case.options, q, "fp4kit.quantize", x, Ref("r"), **options)
     _experts(p, case, q, x, options)
 
 
@@ -61,19 +63,6 @@ def _experts(p: Program, case: Case, q: Ref, x: Ref, options: dict[str, Any]) ->
         p.same([q["packed"][i], q["tensor_scale"][i]], [single["packed"], single["tensor_scale"]])
         if case.r.scale is not None:
             p.same(q["block_scale"][i], single["block_scale"])
-
-
-def _into(p: Program, o: Options, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """The same call with guarded outputs, twice."""
-    step = 2 if o.out == "strided" else 1
-    host_only = step > 1 and function == "fp4kit.quantize"
-    out = p.call("out", "guarded", expected, *((step,) if step > 1 else ()))
-    for i in range(2):
-        p.call(f"again{i}", function, *arguments, **options, out=out["value"])
-        p.mark(host_only=host_only)
-        p.same(Ref(f"again{i}"), expected)
-        p.mark(host_only=host_only)
-    p.same(p.call("guards", "touched", out), 0)
 
 
 def _quantize_both(p: Program, case: Case) -> None:
@@ -104,7 +93,7 @@ def _decode(p: Program, case: Case) -> None:
     q = p.call("q2", "replace", q, **parts)
     v = p.call("v", "fp4kit.dequantize", q, decoded(o))
     if o.out:
-        _into(p, o, v, "fp4kit.dequantize", q, decoded(o))
+        into(p, o, v, "fp4kit.dequantize", q, decoded(o))
 
 
 def _fake_quantize(p: Program, case: Case) -> None:
@@ -322,6 +311,7 @@ def _master_weights(p: Program, case: Case) -> None:
 _PROGRAMS: dict[str, Callable[[Program, Case], None]] = {
     "quantize": _quantize,
     "quantize_both": _quantize_both,
+    "with_scales": with_scales,
     "decode": _decode,
     "fake_quantize": _fake_quantize,
     "quantize_grouped": _grouped,

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8
 from fp4kit.recipes import RECIPES, Recipe, rules
 
-E1M2, E3M0 = ElementFormat("E1M2", 1, 2, 1), ElementFormat("E3M0", 3, 0, 3)
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
 E8M0_RULES = ("floor", "ceil", "even", "rceil", "te", "te_reference", "modelopt", "compressed_tensors")
 MULTIPLY_RULES = ("te", "torchao")  # of E4M3 scales; the factors of the others divide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from math import lcm, prod
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.display.panel import Panel
+from fp4kit.formats import ElementFormat
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare_values import Reader, boxes, compare_values
@@ -22,6 +23,7 @@ from fp4kit.pieces import on_host as quantized_on_host
 from fp4kit.quantized import Quantized
 
 Count = tuple[int, int]  # differing, compared
+_NOWHERE = 1 << 12  # in steps from zero: beyond every format
 # Floats whose every value is a float32.
 NARROW = ("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz",
           "float8_e3m4", "float8_e8m0fnu", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn")  # fmt: skip
@@ -37,6 +39,8 @@ class Comparison:
         float64 if one of two arrays is float64.
     sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB, inf where equal. max_error: largest |a - b|.
     first: coordinate in x of the first differing value, and the two values; None where equal.
+    max_steps: largest distance of two codes in steps from a value of the element format to the next: -0 is 0, NaN does not
+        count; None where codes are not compared.
     """
 
     codes: Count
@@ -48,6 +52,8 @@ class Comparison:
     sqnr: float
     first: tuple[tuple[int, ...], float, float] | None
     names: tuple[str, str] = ("a", "b")
+    max_steps: int | None = None
+    element: str = ""  # name of the element format that the steps are of
 
     @property
     def equal(self) -> bool:
@@ -73,9 +79,15 @@ class Comparison:
                 yield name, f"{part[0]:>11,} of {part[1]:>14,} differ  ({100 * part[0] / part[1]:.3g}%)"
         if self.first is not None:
             at, x, y = self.first
-            yield "largest", f"{self.max_ulp:,} ulp, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
+            yield "largest", f"{self._distance()}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
             yield "first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"
+
+    def _distance(self) -> str:
+        """In steps of the elements where codes differ, as 0 and a number near it are a billion ulp apart; else in ulp."""
+        if not self.max_steps:
+            return f"{self.max_ulp:,} ulp"
+        return f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
 
 
 @ieee("compare")
@@ -89,9 +101,9 @@ def compare(a: Any, b: Any) -> Comparison:
     What is on a GPU is copied to the host first, which waits for the device; a and b may be on different ones.
     Returns Comparison. Raises ValueError for different shapes; TypeError for what is neither, integers, bool, complex and text.
     Memory: 64 MiB at most beyond a and b, and for swizzled scales a linear copy.
-    Numerics: steps (max_ulp) are those of float32, or of float64. sqnr and max_error are computed in float64: squares are summed
-        pairwise in boxes of 2^16 values, and the boxes' sums pairwise. NaN, or infinities of one sign at one place, make
-        both NaN as soon as anything differs.
+    Numerics: max_ulp counts steps of float32, or of float64; max_steps those of the element format, between codes.
+        sqnr and max_error are computed in float64: squares are summed pairwise in boxes of 2^16 values, and the boxes' sums
+        pairwise. NaN, or infinities of one sign at one place, make both NaN as soon as anything differs.
     """
     a, b = on_host("compare: a", a), on_host("compare: b", b)
     dtype = np.result_type(*(_precision(name, part) for name, part in (("a", a), ("b", b))))
@@ -99,15 +111,17 @@ def compare(a: Any, b: Any) -> Comparison:
         raise ValueError(f"compare: a has shape {a.shape} and b {b.shape}; needs the same shape")
     a, b = (_linear(part) for part in (a, b))
     codes, scales, tensor_scales = (0, 0), (0, 0), (0, 0)
+    steps: tuple[int | None, str] = (None, "")
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         codes, scales, tensor_scales = _compare_parts(a, b)
+        steps = (_max_steps(a, b) if codes[0] else 0, a.recipe.element.name) if codes[1] else steps
     found = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
     values, names = (found.differing, prod(a.shape)), (_name("a", a), _name("b", b))
     if not found.differing:
-        return Comparison(codes, scales, tensor_scales, values, 0, 0.0, float("inf"), None, names)
+        return Comparison(codes, scales, tensor_scales, values, 0, 0.0, float("inf"), None, names, *steps)
     with np.errstate(all="ignore"):
         sqnr = found.sqnr
-    return Comparison(codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names)
+    return Comparison(codes, scales, tensor_scales, values, found.max_ulp, found.max_error, sqnr, found.first, names, *steps)
 
 
 def _precision(name: str, a: Any) -> np.dtype:
@@ -164,6 +178,24 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     codes = _count(a.packed, b.packed, partial(unpacked, packing=a.recipe.element.packing))
     scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
     return codes, scales, _count(a.tensor_scale, b.tensor_scale)
+
+
+@cache
+def _positions(fmt: ElementFormat) -> np.ndarray:
+    """Where each code is among the format's values, in steps from zero; those of NaN far out. -0 is where 0 is."""
+    codes = np.arange(2**fmt.bits)
+    magnitude = codes & (fmt.sign_bit - 1)
+    positions = np.where(codes & fmt.sign_bit, codes - 2**fmt.bits if fmt.is_integer else -magnitude, magnitude)
+    return np.where(np.isnan(fmt.values), _NOWHERE, positions).astype(np.int16)
+
+
+def _max_steps(a: Quantized, b: Quantized) -> int:
+    """Largest distance of two codes, neither NaN, that are at one place."""
+    fmt, largest = a.recipe.element, 0
+    for box in boxes(a.packed.shape):
+        x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))
+        largest = max(largest, int(np.max(np.abs(x - y), where=(x != _NOWHERE) & (y != _NOWHERE), initial=0)))
+    return largest
 
 
 def _count(a: Any, b: Any, spread: Any = None) -> Count:

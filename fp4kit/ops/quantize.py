@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from fp4kit.call.parse import Hadamard, Options, columnwise, quantize_call
+from fp4kit.call.outputs import import_out
+from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.cuda import prepared
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
@@ -24,6 +25,8 @@ def quantize(
     seed: Any = None,
     hadamard: Hadamard = False,
     block_amax: Any = None,
+    block_scale: Any = None,
+    tensor_scale: Any = None,
     out: Quantized | None = None,
 ) -> Quantized:
     """Quantize x to codes and scales, bit for bit as the recipe's producer does.
@@ -43,21 +46,35 @@ def quantize(
     hadamard: True applies TE's randomized Hadamard transform in blocks of 16 along `axis` first, rounded to x's dtype, and
         takes every amax after it; "no_signs" leaves the sign mask out.
     block_amax: static recipes only: calibrated block amaxes, float32 in the shape of the linear block_scale.
-    out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten.
+    block_scale, tensor_scale: scales that there are, as GPTQ, AWQ and calibration have them: only codes are made. Both, or the
+        one that the recipe has; not together with an amax. block_scale: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu, in
+        scale_layout, as the result has them; tensor_scale: float32, decode direction, of the shapes of tensor_amax.
+    out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten; without a tensor_amax for a given
+        tensor_scale. Its scales take the bytes that are given.
 
     Returns Quantized: packed uint8 (..., K/2) or (..., K); block_scale uint8 (..., K/block); tensor_scale, tensor_amax float32.
     Raises TypeError for another dtype; ValueError for a length that is not whole blocks, an unknown recipe or layout, a 0-d x,
-        a tensor_amax of the wrong shape, NaN or negative; NotImplementedError for what has no CUDA kernel.
+        a tensor_amax of the wrong shape, NaN or negative, scales in part or beside an amax; NotImplementedError for what has no
+        CUDA kernel.
     Numerics: ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe's fields (see Recipe).
-    Exact: the producer's bytes; recipe.exact names the exceptions (NaN and inf only).
+        Under given scales an element and its scales alone make the code: code = encode(x * factor(block_scale, tensor_scale)) by
+        the recipe's rule, elements saturate under a scale that is too small; under one that is zero or NaN they are what the
+        rule makes of that; the sign bit of an E4M3 scale counts. FlashInfer's rules ask, too, whether the block of x is zero.
+    Exact: the producer's bytes; recipe.exact names the exceptions (NaN and inf only). With its own scales given, q comes back in
+        every bit, tensor_amax apart. Rules that multiply with the tensor's encode scale (nvfp4-flashinfer,
+        nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) take that of the amax which tensor_scale implies: it is x's
+        for 16-bit elements; for float32 it may be an ulp off, and with it the code of an element that close to a tie.
     Source: recipe.source.
     """
+    options = Options(scale_layout, rounding, seed, hadamard)
+    if block_scale is not None or tensor_scale is not None:
+        _refuse_amaxes(tensor_amax, block_amax)
+        return _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
     key = repeat = None
     if hadamard is False and seed is None and block_amax is None:
         key, repeat = prepared.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
     if repeat is not None:
         return repeat(x, tensor_amax, out)
-    options = Options(scale_layout, rounding, seed, hadamard)
     return _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
 
 
@@ -69,6 +86,21 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: An
     if key is not None:
         prepared.keep(key, prepared.quantize(call, x))
     return q
+
+
+@comes_home
+def _quantize_with_scales(
+    x: Any, recipe: str | Recipe, axis: int, options: Options, block_scale: Any, tensor_scale: Any, *, out: Quantized | None
+) -> Quantized:
+    call = call_with_scales("quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out))
+    q: Quantized = run("quantize", "quantize_with_scales", call.x, call)
+    return q
+
+
+def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
+    for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
+        if given is not None:
+            raise ValueError(f"quantize: {name} was given beside scales, which are all that codes need; leave it, or them, out")
 
 
 def quantize_both(

@@ -20,7 +20,7 @@ class BlockRule(NamedTuple):
 
     scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements up to 6.
     needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
-    too; None for either.
+    too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale.
     """
 
     scale: str
@@ -28,17 +28,18 @@ class BlockRule(NamedTuple):
     six: bool = False
     needs_tensor: bool = False
     flush: bool | None = False
+    encode: bool = False
 
 
 _POWER = BlockRule("E8M0", flush=None)
 BLOCK_RULES: dict[str, BlockRule] = {
     "te": BlockRule("E4M3", six=True),
-    "flashinfer": BlockRule("E4M3", six=True, flush=True),
-    "flashinfer_precise": BlockRule("E4M3", six=True, flush=True),
+    "flashinfer": BlockRule("E4M3", six=True, flush=True, encode=True),
+    "flashinfer_precise": BlockRule("E4M3", six=True, flush=True, encode=True),
     "modelopt": BlockRule("E4M3", "divide"),
     "modelopt_static": BlockRule("E4M3", "divide", needs_tensor=True),
-    "torchao": BlockRule("E4M3"),
-    "compressed_tensors": BlockRule("E4M3", "divide"),
+    "torchao": BlockRule("E4M3", encode=True),
+    "compressed_tensors": BlockRule("E4M3", "divide", encode=True),
     "four_over_six": BlockRule("E4M3", six=True, needs_tensor=True, flush=None),
     "e8m0_floor": _POWER,
     "e8m0_ceil": _POWER,

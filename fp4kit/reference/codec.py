@@ -1,11 +1,6 @@
-"""encode and decode: one value <-> one code, for every element format, from its descriptor.
+"""encode and decode as producers have them: one float32 <-> one code, for every element format, from its descriptor.
 
-The rounding is one formula. With e = max(exponent of |x|, emin) and step = 2^(e - M),
-
-    code = (e - emin) * 2^M + round(|x| / step)
-
-because codes of a format with M mantissa bits are consecutive integers: a carry out of the mantissa lands in the exponent.
-|x| / step is exact in float32, so the only rounding is the one that is named.
+The rounding is the formula of fp4kit/rounding.py; what is here are the rules of producers for signs, NaN and overflow.
 """
 
 from __future__ import annotations
@@ -15,27 +10,10 @@ from typing import Literal
 
 import numpy as np
 
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import E8M0, ElementFormat
+from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive"]
-
-
-def _round_ties_to_zero(a: np.ndarray) -> np.ndarray:
-    return np.ceil(a - np.float32(0.5))  # exact: a < 2^(M+1) and M is small
-
-
-def _round_ties_away(a: np.ndarray) -> np.ndarray:
-    floor = np.floor(a)
-    return floor + (a - floor >= np.float32(0.5))
-
-
-# rn: nearest, ties to even; rz: toward zero; rna / rnz: nearest, ties away from / toward zero.
-ROUNDINGS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "rn": np.rint,
-    "rz": np.floor,
-    "rna": _round_ties_away,
-    "rnz": _round_ties_to_zero,
-}
 
 # Which values get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those not above zero (+0 gets it).
 SIGNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -54,22 +32,9 @@ def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
     return np.take(fmt.values, codes if fmt.bits == 8 else codes & (2**fmt.bits - 1))
 
 
-def exponent_field(x: np.ndarray) -> np.ndarray:
-    """Biased exponent of float32 x (int32, 0 for zero and subnormals, 255 for inf and NaN); the sign is ignored."""
-    return (x.view(np.int32) >> 23) & 0xFF
-
-
-def power_of_two(exponent: np.ndarray) -> np.ndarray:
-    """2^exponent as float32 for -126 <= exponent <= 127 (int32 in)."""
-    return ((exponent.astype(np.int32) + 127) << 23).view(np.float32)
-
-
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
     """Codes (uint8) of float32 a >= 0, saturating at fmt.max; a must not hold NaN."""
-    a = np.minimum(a, fmt.max)
-    exponent = np.maximum(exponent_field(a) - 127, np.int32(fmt.emin))
-    mantissa = ROUNDINGS[rounding](a * power_of_two(fmt.mantissa_bits - exponent))
-    return ((exponent - fmt.emin << fmt.mantissa_bits) + mantissa.astype(np.int32)).astype(np.uint8)
+    return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
 def encode(
@@ -112,6 +77,9 @@ def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndar
     return (value & (2**fmt.bits - 1)).astype(np.uint8)
 
 
+_E8M0_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "rn": ROUNDINGS["rn"]}
+
+
 def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     """E8M0 codes of float32 x >= 0: exponent + 127, uint8, same shape.
 
@@ -119,15 +87,10 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     Raises ValueError for another rounding.
     Numerics: 0 and values up to 2^-127 -> 0 (which means 2^-127); above 2^127, and +inf, -> 254; NaN and x < 0 -> 255.
     """
-    bits = np.asarray(x, np.float32).view(np.int32)
-    field, mantissa = bits >> 23, bits & 0x7FFFFF
-    # A subnormal is mantissa * 2^-149, and code 0 stands for 2^-127 = 0x400000 * 2^-149.
-    if rounding not in ("rp", "rz", "rn"):
+    x = np.asarray(x, np.float32)
+    if rounding not in _E8M0_ROUNDINGS:
         raise ValueError(f"encode_e8m0: rounding is {rounding!r}; needs 'rp', 'rz' or 'rn'")
-    up: np.ndarray = {
-        "rp": np.where(field == 0, mantissa > 0x400000, mantissa > 0),
-        "rz": np.zeros(np.shape(bits), bool),
-        "rn": np.where(field == 0, mantissa >= 0x600000, mantissa >= 0x400000),
-    }[rounding]
-    codes = np.minimum(field + up, 254)
-    return np.where(np.isnan(x) | (np.asarray(x) < 0), 255, codes).astype(np.uint8)
+    nan = np.isnan(x) | (x < 0)
+    a = np.clip(np.where(nan, np.float32(1), x).astype(np.float64), E8M0.min_subnormal, E8M0.max)
+    codes = codes_of(a, E8M0.emin, 0, _E8M0_ROUNDINGS[rounding]) - 1  # the mantissa is the hidden 1 alone
+    return np.where(nan, 255, codes).astype(np.uint8)

@@ -23,9 +23,9 @@ from fp4kit.reference import partial
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
-from fp4kit.reference.implied import stored_tensor_scale
+from fp4kit.reference.implied import encoding_scale, stored_tensor_scale
 from fp4kit.reference.quantize import Options as MatrixOptions
-from fp4kit.reference.quantize import quantize_matrix
+from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
@@ -35,7 +35,7 @@ from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
 __all__ = [
     "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "requantize", "swizzle", "transpose", "unpack",
+    "quantize_both", "quantize_with_scales", "requantize", "swizzle", "transpose", "unpack",
 ]  # fmt: skip
 
 
@@ -116,6 +116,35 @@ def quantize(call: Call) -> Quantized:
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """quantize of the rowwise and of the columnwise call."""
     return quantize(row), quantize(column)
+
+
+def quantize_with_scales(call: Call) -> Quantized:
+    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
+    out, r = call.out, call.recipe
+    direct = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
+    if call.x.size:
+        _encode_matrices(call, packed)
+    scales, tensor = call.block_scale, call.tensor_scale
+    if out is None:
+        scales, tensor = (None if a is None else a.copy() for a in (scales, tensor))
+        return Quantized(packed, scales, tensor, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    for target, part in ((out.packed, packed), (out.block_scale, scales), (out.tensor_scale, tensor)):
+        if part is not None and part is not target:
+            target[...] = part
+    return out
+
+
+def _encode_matrices(call: Call, packed: np.ndarray) -> None:
+    r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
+    x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
+    B, M, K = x.shape
+    codes, tensor = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, call.x.dtype)
+    scales = None if r.scale is None else unswizzle_scales(call.block_scale, call.layout, shape).reshape(B, M, -1)
+    for i, matrix in enumerate(x):
+        part = TensorScale(*(part_of(np.asarray(p), r, i, (B, M)) for p in tensor))
+        options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        encode_matrix(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
 
 def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:

@@ -20,11 +20,30 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.d
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
-    multiply, divide = ARITHMETIC[recipe.flush]
     scales = encode(base, E4M3)
-    factor = np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
-    scaled = multiply(blocks, spread_rows(factor, recipe, len(blocks))[..., None])
-    return scales, encode(scaled, E2M1, "rn", recipe.sign, recipe.nan_code)
+    return scales, _encode_by(spread_rows(_factor(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
+
+
+def _factor(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """min(1 / (scale * S_dec), FLT_MAX)."""
+    multiply, divide = ARITHMETIC[recipe.flush]
+    return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
+
+
+def _encode_by(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Element codes (m, blocks, 16) by factors (m, blocks)."""
+    multiply, _ = ARITHMETIC[recipe.flush]
+    return encode(multiply(blocks, factor[..., None]), E2M1, "rn", recipe.sign, recipe.nan_code)
+
+
+def encode_under(scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m, blocks)."""
+    return _without_zero_blocks(_encode_by(_factor(scales, tensor, recipe), blocks, recipe), amax, recipe)
+
+
+def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """FlashInfer leaves a zero block early, without the signs of its zeros. amax: (m, blocks)."""
+    return np.where((np.abs(amax) < FLT_MIN)[..., None], np.uint8(0), codes) if recipe.flush else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -81,7 +100,4 @@ def quantize_four_over_six(
     four = _error(blocks, scales4, codes4, tensor, recipe) < _error(blocks, scales6, codes6, tensor, recipe)
     scales = spread_rows(np.where(four, scales4, scales6), recipe, len(blocks))
     codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], codes4, codes6)
-    if recipe.flush:  # FlashInfer leaves a zero block early, without the signs of its zeros
-        zero = spread_rows(np.abs(amax) < FLT_MIN, recipe, len(blocks))
-        codes = np.where(zero[..., None], np.uint8(0), codes)
-    return codes, scales
+    return _without_zero_blocks(codes, spread_rows(amax, recipe, len(blocks)), recipe), scales

@@ -6,7 +6,7 @@ import numpy as np
 
 from fp4kit.formats import FLT_MAX
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
 from fp4kit.reference.scaling import ONE, TensorScale, full_range, tensor_scale
 
 UNKNOWN = np.float32(-1)  # in place of an amax where none gives the scale
@@ -120,3 +120,24 @@ def stored_tensor_scale(scale: np.ndarray | None, amax: np.ndarray | None, recip
         known[wrong] = implied_amax(scale[wrong], recipe, dtype)
     with np.errstate(all="ignore"):
         return TensorScale(tensor_scale(known, recipe, dtype).encode, scale, known)
+
+
+def encodes_by_amax(recipe: Recipe) -> bool:
+    """Whether elements meet the tensor's encode scale, which an amax gives: where they meet the decode scale, none is needed."""
+    if recipe.tensor_rule is None:
+        return False
+    return recipe.apply == "multiply" if recipe.block_rule is None else BLOCK_RULES[recipe.block_rule].encode
+
+
+def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
+    """The TensorScale that codes are made with under a given tensor scale: decode is that, encode the implied amax's.
+
+    Where no amax gives the scale, encode = 1 / scale. Ones where the recipe has no tensor scale, or does not read a part.
+    """
+    if scale is None:
+        return TensorScale(ONE, ONE, ONE)
+    if not encodes_by_amax(recipe):
+        return TensorScale(ONE, scale, ONE)
+    amax = implied_amax(scale, recipe, dtype)
+    with np.errstate(all="ignore"):
+        return TensorScale(np.where(amax == UNKNOWN, ONE / scale, tensor_scale(amax, recipe, dtype).encode), scale, amax)

@@ -12,7 +12,7 @@ from fp4kit.reference.arith import multiply_ftz
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
 from fp4kit.reference.codec import encode
-from fp4kit.reference.four_over_six import quantize_four_over_six
+from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.scaling import TensorScale, round_to, tensor_scale
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
@@ -66,10 +66,9 @@ def quantize_tile(
     tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k), or None.
     """
     m, k = x.shape
-    blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
     if recipe.block_rule is None:
-        factor = tensor.decode if recipe.apply == "divide" else tensor.encode
-        return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k), None
+        return encode_tile(x, recipe, tensor, dtype, None, random), None
+    blocks = x.reshape(m, -1, recipe.block_size)
     amax = block_amax(x, recipe) if amax is None else amax
     if recipe.four_over_six:
         codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
@@ -80,6 +79,25 @@ def quantize_tile(
         scales = spread_rows(scales, recipe, m)
         codes = encode_elements(blocks, factor[..., None], recipe, dtype, random)
     return codes.reshape(m, k), scales
+
+
+def encode_tile(
+    x: np.ndarray, recipe: Recipe, tensor: TensorScale, dtype: np.dtype, scales: np.ndarray | None, random: np.ndarray | None
+) -> np.ndarray:
+    """Codes (m, k) of float32 x (m, k) under block scales (m, k / block) that there are; None where the recipe has none.
+
+    The factor is the one that the rule makes of its own codes; amax, of which some rules ask whether it is zero, is that of x.
+    """
+    m, k = x.shape
+    blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
+    if recipe.block_rule is None or scales is None:
+        factor = tensor.decode if recipe.apply == "divide" else tensor.encode
+        return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k)
+    amax = spread_rows(block_amax(x, recipe), recipe, m)
+    if recipe.four_over_six:
+        return encode_under(scales, blocks, amax, tensor, recipe).reshape(m, k)
+    factor = BLOCK_RULES[recipe.block_rule].factor(scales, amax, tensor, recipe, dtype)
+    return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k)
 
 
 def encode_elements(
@@ -130,6 +148,21 @@ def quantize_matrix(
         packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
         if scales is not None:
             scales[rows, blocks] = tile_scales
+
+
+@np.errstate(all="ignore")
+def encode_matrix(
+    x: np.ndarray, recipe: Recipe, tensor: TensorScale, scales: np.ndarray | None, packed: np.ndarray, options: Options
+) -> None:
+    """Codes of x (M, K) under given scales into packed, tile by tile. tensor: of implied.encoding_scale."""
+    tensor, packing = tensor.columns(recipe), recipe.element.packing
+    for rows, columns in tiles(x.shape, recipe.block):
+        tile = widen(x[rows, columns], recipe, options.hadamard)
+        blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
+        tile_scales = None if scales is None else scales[rows, blocks]
+        random = None if options.random is None else options.random(rows, columns)
+        codes = encode_tile(tile, recipe, tensor.cut(rows, blocks), x.dtype, tile_scales, random)
+        packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from fp4kit.formats import ElementFormat
-from fp4kit.reference.codec import encode_magnitude, exponent_field, power_of_two
+from fp4kit.reference.codec import encode_magnitude
+from fp4kit.rounding import exponent_field, power_of_two
 
 RandomBytes = Callable[[slice, slice], np.ndarray]  # (rows, columns) of a matrix -> uint8 (m, k)
 

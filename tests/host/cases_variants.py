@@ -16,8 +16,6 @@ from fp4kit.cuda.launch import Matrix
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import RECIPES, Recipe
 
-E1M2 = ElementFormat("E1M2", 1, 2, 1)
-E3M0 = ElementFormat("E3M0", 3, 0, 3)
 E2M1_BIAS0 = ElementFormat("E2M1", 2, 1, 0)  # the name does not tell
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
 E3M4 = ElementFormat("E3M4", 3, 4, 3)

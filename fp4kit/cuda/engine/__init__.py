@@ -6,9 +6,10 @@ from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
 from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
 from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
+from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
 from fp4kit.cuda.engine.requantize import requantize
 
 __all__ = [
     "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "requantize", "swizzle", "transpose", "unpack",
+    "quantize_both", "quantize_with_scales", "requantize", "swizzle", "transpose", "unpack",
 ]  # fmt: skip

@@ -30,6 +30,7 @@ def work_of(call: Call, *, values: bool = False, columns: bool = False) -> Work:
         call.random is not None,
         call.mask,
         call.block_amax is not None,
+        scaled=call.has_scales,
     )
 
 
@@ -65,7 +66,7 @@ def finding(call: Call, work: Work) -> Work:
 def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]]:
     """The matrices of contiguous arrays of a call, which have elements, and their works."""
     r, x = work.recipe, whole.x
-    B = count(call, work, whole.tensor_amax)
+    B = count(call, work, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)
     K, rows = x.shape[-1], x.size // B // x.shape[-1]
     random = None if isinstance(call.random, int) else call.random
     block_amax, random = (None if a is None else interop.cupy().ascontiguousarray(a) for a in (call.block_amax, random))

@@ -1,5 +1,6 @@
-// The amaxes that dequantize decodes with where each row or block has a tensor scale: the known ones where they give their scales, else
-// those that the scales imply (rules/implied.cuh). A search for each run of elements would take longer than the elements.
+// The amaxes of many stored tensor scales: the known ones where they give their scales, else those that the scales imply
+// (rules/implied.cuh). dequantize decodes with them where each row or block has a scale, since a search for each run of elements would
+// take longer than the elements; codes under given scales are made with them.
 #include "implied.cuh"
 
 struct Arguments {
@@ -12,9 +13,9 @@ struct Arguments {
 template <class R, class Original>
 FP4KIT_DEVICE void imply_amaxes(const Arguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
-    bool is_known;
-    const TensorScale t = known_tensor_scale<R, Original>(a.tensor_scale, a.tensor_amax, i, is_known);
-    a.amax[i] = is_known ? t.amax : implied_amax<R, Original>(t.decode);
+    const float decode = a.tensor_scale[i], known = a.tensor_amax ? a.tensor_amax[i] : kUnknownAmax;
+    const bool is_known = a.tensor_amax && same_scale(R::TensorRule::template scale<R, Original>(known).decode, decode);
+    a.amax[i] = is_known ? known : implied_amax<R, Original>(decode);
   }
 }
 

@@ -9,9 +9,11 @@
 
 // What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it.
 struct by_code {
+  static constexpr bool kReadsAmax = false;
   FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
 };
 struct by_code_or_zero {
+  static constexpr bool kReadsAmax = true;
   FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 

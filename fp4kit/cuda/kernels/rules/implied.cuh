@@ -80,6 +80,12 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
+// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied.py, encoding_scale.
+template <class R, class In>
+FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
+  return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
+}
+
 template <class R, class In>
 FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   const float amax = implied_amax<R, In>(scale);

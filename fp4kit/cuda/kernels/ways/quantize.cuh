@@ -117,3 +117,41 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
   if constexpr (R::kStochastic && !R::kFake) random = random_words(a, first);
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
+
+// Without block scales: quantize `count` elements at x, of any values, numbers `first` and on.
+template <class R, class In>
+FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f, TensorScale t) {
+  const float scale = R::DecodeRule::template scale<R>(0u, t);
+  u32 low = 0u;
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    const u32 code = exact_code<R, In>(In::widen(x[j]), f.by, R::kStochastic ? random_byte(a, first + j) : 0u);
+    if constexpr (R::kFake) {
+      static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(exact_value<R>(code, scale));
+    } else if constexpr (R::Element::kStoredBits == 8) {
+      a.packed[first + j] = static_cast<u8>(code);
+    } else {
+      if (j % 2) a.packed[(first + j) / 2] = static_cast<u8>(low | code << 4);
+      low = code;
+    }
+  }
+}
+
+// The elements of a run, one by one.
+template <class In, int kRun>
+FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typename In::Bits (&elements)[kRun]) {
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) elements[i] = In::narrow(element(run, i));
+  return elements;
+}
+
+// Without block scales: quantize a whole run.
+template <class R, class In, bool kAligned, int kRun>
+FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRun>& x, Factor f, TensorScale t) {
+  if constexpr (ShortWay<R, In>::kExists) {
+    if (takes_short_way<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
+  }
+  float values[kRun];
+  widen_run(x, values);
+  store_exact<R, In, kAligned>(a, first, values, f.by, 0u, t);
+}

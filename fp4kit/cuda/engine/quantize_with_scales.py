@@ -1,0 +1,54 @@
+"""quantize_with_scales on CuPy arrays: codes under scales that are given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.parse import Call
+from fp4kit.cuda.engine.matrices import count, split, work_of
+from fp4kit.cuda.launch import Matrix, implied_amaxes, quantize_matrix
+from fp4kit.cuda.ways import way_of
+from fp4kit.parts import packed_shape
+from fp4kit.quantized import Quantized
+from fp4kit.reference.implied import encodes_by_amax
+
+
+def quantize_with_scales(call: Call) -> Quantized:
+    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
+    work = work_of(call)
+    way_of(work), count(call, work, call.tensor_scale)  # declined before any work
+    with interop.making_current(call.x.device.id):
+        result = _result(call)
+        if call.x.size:
+            amax = implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype) if encodes_by_amax(call.recipe) else None
+            arrays = Matrix(
+                interop.cupy().ascontiguousarray(call.moved),
+                result.packed,
+                result.block_scale,
+                tensor_amax=amax,
+                tensor_scale=result.tensor_scale,
+            )
+            seed = call.random if isinstance(call.random, int) else 0
+            for matrix, part in split(call, work, arrays):
+                quantize_matrix(matrix, part, seed)
+    return result
+
+
+def _result(call: Call) -> Quantized:
+    """call.out, or a new Quantized, with the scales that are given."""
+    out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
+    if out is None:
+        packed = interop.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
+        block_scale, tensor_scale = (_copied(a) for a in scales)
+        return Quantized(packed, block_scale, tensor_scale, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    for target, given in zip((out.block_scale, out.tensor_scale), scales, strict=True):
+        if given is not None:
+            target[...] = given
+    return out
+
+
+def _copied(a: Any) -> Any:
+    return None if a is None else a.copy(order="C")

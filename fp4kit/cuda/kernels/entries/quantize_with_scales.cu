@@ -1,0 +1,92 @@
+// quantize_with_scales: codes of elements under block scales and tensor scales that are given: a.scales, in R's layout, and a.tensor_scale
+// are read. a.tensor_amax: the amaxes that the tensor scales imply, where elements meet the encode scale (null elsewhere).
+//
+// A thread takes a run of 16 elements of a row and makes the factor of its block, as the recipe's rule makes it of a code of its own.
+// Only a rule that asks whether the block is of zeros reads the whole block.
+#include "four_over_six.cuh"
+#include "implied.cuh"
+
+constexpr int kRun = 16;
+
+template <class R>
+constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE Run<In, kRun> load_given(const Arguments& a, i64 first) {
+  Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
+  return run;
+}
+
+// The tensor scale that covers block number `block` of a row.
+template <class R, class In>
+FP4KIT_DEVICE TensorScale given_tensor_scale(const Arguments& a, i64 row, i64 block, i64 blocks) {
+  if constexpr (R::kTensorScaling == TensorScaling::none) {
+    return {1.0f, 1.0f, 1.0f};
+  } else {
+    i64 i = 0;
+    if constexpr (R::kTensorScaling == TensorScaling::row) i = row;
+    if constexpr (R::kTensorScaling == TensorScaling::block) i = row * blocks + block;
+    if (!a.tensor_amax) return {1.0f, a.tensor_scale[i], 1.0f};
+    return encoding_scale<R, In>(a.tensor_scale[i], a.tensor_amax[i]);
+  }
+}
+
+// amax of the block that an element of a row is in; 1 for rules that do not ask.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float given_block_amax(const Arguments& a, i64 row, i64 block) {
+  if constexpr (!kReadsBlock<R>) return 1.0f;
+  const i64 top = row / R::kBlockRows * R::kBlockRows;
+  const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - top));
+  return exact_amax<R, kRun>(rows, [&](int i, int j, float (&x)[kRun]) {
+    widen_run(load_given<R, In, kAligned>(a, (top + i) * a.columns + block * R::kBlock + j), x);
+  });
+}
+
+// Codes of a whole run. A negative factor, -0 too, goes the exact way: the short ways are for factors that rules make of amaxes.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code, TensorScale t) {
+  if constexpr (R::kFourOverSix) {
+    store_chosen<R, In, kAligned>(a, first, encode_chosen<R>(run, amax, code, t), code, t);
+  } else {
+    const Factor f = factor_of<R, In>(code, amax, t);
+    if (sign_of(f.by) == 0u) return quantize_run<R, In, kAligned>(a, first, run, f, t);
+    float values[kRun];
+    widen_run(run, values);
+    store_exact<R, In, kAligned>(a, first, values, f.by, code, t);
+  }
+}
+
+// Elements of a run that is not whole, or whose codes begin anywhere, one by one. There are no blocks then.
+template <class R, class In>
+FP4KIT_DEVICE void encode_elements(const Arguments& a, i64 first, int count, TensorScale t) {
+  const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
+  typename In::Bits transformed[R::kHadamard ? kRun : 1];
+  if constexpr (R::kHadamard) from = narrow_to(load_given<R, In, false>(a, first), transformed);  // rows are whole runs
+  quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_with_scales(const Arguments& a, Grid grid) {
+  const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
+  const bool even = reinterpret_cast<u64>(a.packed) % 16 == 0 && (a.rows == 1 || a.columns % kRun == 0);
+  for (i64 i = first_item(grid); i < runs; i += item_stride(grid)) {
+    const i64 row = quotient(i, row_runs, runs), column = (i - row * row_runs) * kRun, first = row * a.columns + column;
+    const i64 block = column / R::kBlock;
+    const TensorScale t = given_tensor_scale<R, In>(a, row, block, blocks);
+    const int count = static_cast<int>(minimum<i64>(kRun, a.columns - column));
+    if (!R::kHasBlocks && !(even && count == kRun)) {
+      encode_elements<R, In>(a, first, count, t);
+      continue;
+    }
+    u32 code = 0u;
+    if constexpr (R::kHasScales) code = a.scales[scale_offset<R::kLayout, i64>(row, block, blocks)];
+    const float amax = given_block_amax<R, In, kAligned>(a, row, block);
+    Run<In, kRun> run = load_given<R, In, kAligned>(a, first);
+    encode_given<R, In, kAligned>(a, first, run, amax, code, t);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(Arguments a) {
+  quantize_with_scales<R, Input, kAligned>(a, whole_grid());
+}

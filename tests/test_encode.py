@@ -1,0 +1,258 @@
+"""ElementFormat.encode and decode: every code and midpoint with its float64 neighbours, every rounding, by exact fractions."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from fractions import Fraction
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+from codec_inputs import ALL_16_BITS, SWEEP
+from inputs import BF16, ML_DTYPES
+
+from fp4kit.arithmetic import is_ieee
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E1M2, E2M1, E3M0, E4M3, E5M2, E8M0, ELEMENT_FORMATS, INT4, INT8, ElementFormat
+from fp4kit.reference import codec
+from fp4kit.reference.stochastic import encode_stochastic
+from fp4kit.rounding import NAMES, ROUNDINGS
+
+LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # float32 has no 1 / step of it
+MORE = (LOW, ElementFormat("E2M1_HIGH", 2, 1, -90), ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee"))
+every_format = pytest.mark.parametrize("fmt", ELEMENT_FORMATS + MORE, ids=str)
+every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if name != "rs"])
+
+
+# ---- the oracle: lists of fractions ---------------------------------------------------------------------------------------
+
+
+def magnitudes_of(fmt):
+    """Magnitudes by code, and the one that would be next if the format went on."""
+    if fmt.is_integer:
+        return [Fraction(i) for i in range(fmt.sign_bit + 2)]  # one more below zero
+    found = [Fraction(float(v)) for v in fmt.values[: fmt.sign_bit or None] if np.isfinite(v)]
+    return [*found, found[-1] + Fraction(2) ** (fmt.emax - fmt.mantissa_bits)]
+
+
+def index_of(a, magnitudes, rounding, negative):
+    """Index of the magnitude that a >= 0 rounds to; the last for what is beyond the largest."""
+    low = bisect_right(magnitudes, a) - 1
+    if low < 0:  # E8M0: nothing is below the least
+        return 0
+    if low == len(magnitudes) - 1 or magnitudes[low] == a:
+        return low
+    if rounding in ("rz", "rp", "rm"):
+        return low + (rounding != "rz" and (rounding == "rm") == negative)
+    above = a - magnitudes[low] - (magnitudes[low + 1] - a)
+    powers = magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]  # no mantissa: the digit is the hidden 1, and odd
+    up_at_tie = {"rn": low % 2 == 1 or (powers and magnitudes[low] > 0), "rna": True, "rnz": False}[rounding]
+    return low + (above > 0 or (above == 0 and up_at_tie))
+
+
+def oracle(x, fmt, rounding, saturate):
+    """The code of a float."""
+    if np.isnan(x) or (x < 0 and not fmt.signed):
+        return fmt.nan_code
+    negative, magnitudes = bool(np.signbit(x)), magnitudes_of(fmt)
+    last = len(magnitudes) - 1
+    index = last if np.isinf(x) else index_of(abs(Fraction(float(x))), magnitudes, rounding, negative)
+    if fmt.is_integer:
+        return (-min(index, fmt.sign_bit) if negative else min(index, fmt.max_code)) % 2**fmt.bits
+    if index == last:
+        inward = rounding == "rz" or (rounding == "rp" and negative) or (rounding == "rm" and not negative)
+        if saturate or fmt.specials == "none" or (inward and np.isfinite(x)):
+            index = last - 1
+        elif fmt.specials == "nan":
+            return fmt.nan_code
+    return index | (fmt.sign_bit if negative else 0)
+
+
+def points(fmt):
+    """Every value and midpoint with both float64 neighbours, beyond the largest, tiny and huge numbers; both signs; NaN."""
+    magnitudes = magnitudes_of(fmt)
+    middles = [(a + b) / 2 for a, b in pairwise(magnitudes)]
+    beyond = [2 * magnitudes[-1], 5 * magnitudes[-1]]
+    exact = np.array([float(v) for v in (*magnitudes, *middles, *beyond)])
+    ends = np.array([0.0, 5e-324, 2.2e-308, 1e-40, 1e-10, 1.0, 1e300, 1.7976931348623157e308, np.inf])
+    x = np.concatenate([exact, np.nextafter(exact, -np.inf), np.nextafter(exact, np.inf), ends])
+    return np.concatenate([x, -x, [np.nan]])
+
+
+# ---- encode ---------------------------------------------------------------------------------------------------------------
+
+
+@every_format
+@every_rounding
+@pytest.mark.parametrize("saturate", [True, False])
+def test_every_value_and_midpoint_by_fractions(fmt, rounding, saturate):
+    x = points(fmt)
+    expected = [oracle(v, fmt, rounding, saturate) for v in x]
+    assert_same_bits(fmt.encode(x, rounding, saturate=saturate), np.array(expected, np.uint8))
+
+
+@every_format
+@every_rounding
+def test_every_code_comes_back(fmt, rounding):
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    kept = ~np.isnan(fmt.values) & (np.isfinite(fmt.values) | (rounding == "rn"))
+    assert_same_bits(fmt.encode(fmt.decode(codes[kept]), rounding, saturate=False), codes[kept])
+
+
+@every_format
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_float32_as_the_specification_has_it(fmt, rounding):
+    """Under its rules for signs and NaN that are no producer's own."""
+    if fmt is LOW or (not fmt.has_zero and rounding not in ("rn", "rz")):
+        return
+    with np.errstate(all="ignore"):
+        assert_same_bits(fmt.encode(SWEEP, rounding), codec.encode(SWEEP, fmt, rounding))
+
+
+def test_float64_is_rounded_once():
+    """By way of float32 these are ties, which go down to even."""
+    x = np.array([0.25, 1.25, 5.0]) * (1 + 2.0**-40)
+    assert E2M1.encode(x).tolist() == [1, 3, 7] and E2M1.encode(x.astype(np.float32)).tolist() == [0, 2, 6]
+    assert (E2M1.encode(0.25 + 2.0**-40), E2M1.encode(0.25)) == (1, 0)
+
+
+@pytest.mark.parametrize("fmt", ML_DTYPES, ids=str)
+def test_ml_dtypes_where_it_rounds_once(fmt):
+    """Not saturated, ml_dtypes does the same to numbers of up to 32 bits, but for the sign of NaN."""
+    for x in (SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
+        with np.errstate(all="ignore"):
+            found, theirs = fmt.encode(x, saturate=False), x.astype(ML_DTYPES[fmt])
+            number = ~np.isnan(theirs.astype(np.float32))
+            number |= fmt.specials == "none"  # their NaN is -0 there
+            number &= ~np.isnan(x.astype(np.float32))
+        assert number.sum() > 30_000
+        assert_same_bits(found[number], theirs.view(np.uint8)[number])
+        assert np.isnan(fmt.decode(found[~number & (fmt.specials != "none")])).all()
+
+
+def test_e8m0_of_ml_dtypes():
+    x = SWEEP[(SWEEP >= 1.5 * 2.0**-127) & (SWEEP < 1.5 * 2.0**127)]
+    assert_same_bits(E8M0.encode(x), x.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
+
+
+def test_overflow_by_hand():
+    x = np.array([448, 464, np.nextafter(464, 500), 500, np.inf, -np.inf])
+    assert E4M3.encode(x, saturate=False).tolist() == [0x7E, 0x7E, 0x7F, 0x7F, 0x7F, 0x7F]
+    assert E4M3.encode(x).tolist() == [0x7E] * 5 + [0xFE]
+    assert E5M2.encode([61439.9, 61440, -1e9, 1e9], saturate=False).tolist() == [0x7B, 0x7C, 0xFC, 0x7C]
+    assert E5M2.encode([1e9, -1e9, np.inf], "rz", saturate=False).tolist() == [0x7B, 0xFB, 0x7C]
+    assert E5M2.encode([1e9, -1e9], "rp", saturate=False).tolist() == [0x7C, 0xFB]
+    assert E2M1.encode([1e9, -np.inf, np.nan], saturate=False).tolist() == [7, 15, 7]
+    assert E8M0.encode([2.0**128, np.inf, 0.0, -0.0, -1.0], saturate=False).tolist() == [255, 255, 0, 0, 255]
+
+
+def test_signs_of_zeros_by_hand():
+    x = [0.0, -0.0, -0.1, -5e-324]
+    assert E2M1.encode(x).tolist() == [0, 8, 8, 8]
+    assert E2M1.encode(x, "rm").tolist() == [0, 8, 9, 9] and E2M1.encode(x, "rp").tolist() == [0, 8, 8, 8]
+    assert INT8.encode(x, "rm").tolist() == [0, 0, 255, 255] and INT8.encode(x).tolist() == [0] * 4
+
+
+def test_new_formats_by_hand():
+    assert E1M2.values[:8].tolist() == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
+    assert E3M0.values[:8].tolist() == [0, 0.25, 0.5, 1, 2, 4, 8, 16]
+
+
+# ---- stochastic -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", [f for f in ELEMENT_FORMATS if f.has_zero], ids=str)
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
+def test_stochastic_goes_up_from_the_bits_that_reach_the_next_code(fmt, dtype):
+    n = 8 * np.dtype(dtype).itemsize
+    rng = np.random.default_rng(0)
+    mags = [float(m) for m in magnitudes_of(fmt)][: fmt.max_code + 1]
+    for low, high in pairwise(mags[:9]):
+        for share in (Fraction(1, 2), Fraction(1, 3), Fraction(1, 2**n), 1 - Fraction(1, 2**n)):
+            x = float(Fraction(low) + share * Fraction(high - low))
+            part = (Fraction(x) - Fraction(low)) / Fraction(high - low)
+            edge = int((1 - part) * 2**n)  # the last that may stay down
+            near = [0, edge - 1, edge, edge + 1, 2**n - 1, *rng.integers(0, 2**n, 5)]
+            bits = np.unique(np.clip(near, 0, 2**n - 1)).astype(dtype)
+            up = np.array([part + Fraction(int(b), 2**n) >= 1 for b in bits])
+            code = mags.index(low) + up
+            assert fmt.encode(np.full(bits.shape, x), "rs", random=bits).tolist() == code.tolist()
+            if not fmt.is_integer:
+                negative = fmt.encode(np.full(bits.shape, -x), "rs", random=bits)
+                assert negative.tolist() == (code | fmt.sign_bit).tolist()
+
+
+def test_stochastic_as_transformer_engine_has_it():
+    """Of all numbers of 16 bits, whose sums with a byte's part are exact in float32."""
+    for dtype in (np.float16, BF16):
+        x = ALL_16_BITS.view(dtype)
+        a = np.abs(x.astype(np.float32))
+        x = x[np.isfinite(a) & ((a > 2.0**-14) | (a == 0))]
+        for byte in (0, 1, 100, 128, 254, 255):
+            random = np.full(x.shape, byte, np.uint8)
+            assert_same_bits(E2M1.encode(x, "rs", random=random), encode_stochastic(x.astype(np.float32), E2M1, random))
+
+
+def test_stochastic_beyond_the_largest():
+    assert E2M1.encode([6.5, 1e9, -np.inf], "rs", random=np.array([255, 0, 7], np.uint8)).tolist() == [7, 7, 15]
+    found = E4M3.encode([450, 450, 480, np.nan], "rs", saturate=False, random=np.array([0, 255, 0, 0], np.uint8))
+    assert found.tolist() == [0x7E, 0x7F, 0x7F, 0x7F]
+    assert E2M1.encode(0.3, "rs", random=np.uint8(200)) == 1
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_and_kinds():
+    assert type(E2M1.encode(1)) is np.uint8 and type(E2M1.decode(3)) is np.float32
+    assert type(E2M1.encode(np.array(1.0))) is np.uint8
+    x = np.arange(12.0).reshape(3, 4)[::2, ::-1]
+    codes = INT8.encode(x)
+    assert (codes.shape, codes.dtype) == ((2, 4), np.uint8) and INT8.decode(codes).tolist() == x.tolist()
+    assert E2M1.encode([]).shape == (0,) and E2M1.decode(np.zeros((0, 3), np.uint8)).shape == (0, 3)
+    assert E2M1.encode([1, -2, 3]).tolist() == [2, 12, 5] and E2M1.encode(np.array([255], np.uint8)).tolist() == [7]
+    assert E4M3.encode(np.array([1.5], ml_dtypes.float8_e5m2)).tolist() == [0x3C]
+    assert E2M1.decode([0, 7, 15]).dtype == np.float32
+
+
+@every_format
+def test_decode_gives_every_value(fmt):
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    assert_same_bits(fmt.decode(codes.reshape(2, -1)), fmt.values.reshape(2, -1))
+    assert_same_bits(fmt.decode(codes.astype(np.int64)), fmt.values)
+
+
+def test_nothing_is_written_to():
+    x = np.array([1.0, np.nan, -2.0])
+    x.setflags(write=False)
+    before = x.tobytes()
+    E2M1.encode(x)
+    assert x.tobytes() == before and is_ieee()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: E2M1.encode(1.0, "up"), ValueError, "E2M1.encode: rounding is 'up'; needs one of rn, rz, rna, rnz, rm, rp, rs"),
+        (lambda: E2M1.encode(1.0, 3), ValueError, "E2M1.encode: rounding is 3; needs one of"),
+        (lambda: E2M1.encode("a"), TypeError, "E2M1.encode: x is <U1; needs numbers"),
+        (lambda: E2M1.encode(True), TypeError, "E2M1.encode: x is bool; needs numbers"),
+        (lambda: E2M1.encode(1j), TypeError, "E2M1.encode: x is complex128; needs numbers"),
+        (lambda: E2M1.encode([[1], [1, 2]]), TypeError, "E2M1.encode: x is a builtins.list, which NumPy cannot read"),
+        (lambda: E2M1.encode(np.ma.array([1.0])), TypeError, "E2M1.encode: x is a masked array; needs plain numbers"),
+        (lambda: E2M1.encode(2**53 + 1), ValueError, "E2M1.encode: x holds integers beyond 2^53"),
+        (lambda: E2M1.encode(2**70), TypeError, "E2M1.encode: x is object; needs numbers"),
+        (lambda: E2M1.encode(1.0, "rs"), ValueError, "random was not given with rounding='rs'"),
+        (lambda: E2M1.encode(1.0, random=np.uint8(1)), ValueError, "random was given with rounding='rn'"),
+        (lambda: E2M1.encode([1.0], "rs", random=np.uint8(1)), ValueError, "random is uint8 (); needs uint8, uint16 or uint32"),
+        (lambda: E2M1.encode(1.0, "rs", random=5), ValueError, "random is int64 (); needs uint8, uint16 or uint32"),
+        (lambda: E2M1.decode(16), ValueError, "E2M1.decode: codes hold 16; needs 0 to 15"),
+        (lambda: INT4.decode([-1]), ValueError, "INT4.decode: codes hold -1; needs 0 to 15"),
+        (lambda: E2M1.decode(1.0), TypeError, "E2M1.decode: codes are float64; needs integers"),
+    ],
+)
+def test_errors(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()

@@ -1,0 +1,117 @@
+"""identify says what it found: recipes, variants of them, Hadamard transforms, stochastic rounding, or the nearest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import NAMES, STOCHASTIC, ordinary
+
+import fp4kit
+from fp4kit.layouts import packed, unpacked
+from fp4kit.ops.identify import Match, Variation, _either
+from fp4kit.recipes import RECIPES
+
+X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)
+
+
+def test_one_recipe_and_several() -> None:
+    found = fp4kit.identify(fp4kit.quantize(X, "nvfp4-compressed-tensors"), X)
+    assert found.verdict == "nvfp4-compressed-tensors made these bytes" and not found.variations
+    found = fp4kit.identify(fp4kit.quantize(X, "mxfp4-flashinfer"), X)
+    assert found.verdict == f"{_either(found.exact)} made these bytes (they agree on this tensor)"
+    assert len(found.exact) > 1 and str(found).splitlines()[0] == found.verdict
+    assert str(found).splitlines()[1].startswith("recipe ")
+
+
+def test_names_in_a_row() -> None:
+    assert _either(["a"]) == "a" and _either(["a", "b"]) == "a or b" and _either(["a", "b", "c"]) == "a, b or c"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_transformed(name, axis) -> None:
+    x = ordinary(3).astype(ml_dtypes.bfloat16)
+    for hadamard in (True, "no_signs"):
+        q = fp4kit.quantize(x, name, axis=axis, hadamard=hadamard)
+        found = fp4kit.identify(replace(q, tensor_amax=None), x)
+        assert Variation(name, hadamard, False) in found.variations and not found.exact
+        assert not any(v.stochastic for v in found.variations[:1])
+        assert found.verdict.startswith("Hadamard-transformed: ")
+        assert found.verdict.endswith(f"with hadamard={hadamard!r} reproduces all bytes")
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_stochastic(name, hadamard) -> None:
+    x = ordinary(4, (128, 256)).astype(ml_dtypes.bfloat16)
+    q = fp4kit.quantize(x, name, rounding="stochastic", seed=9, hadamard=hadamard)
+    found = fp4kit.identify(q, x)
+    assert Variation(name, hadamard, True) in found.variations and not found.exact
+    start = "Hadamard-transformed, stochastic: " if hadamard else "stochastic: "
+    assert found.verdict.startswith(f"{start}scales equal, and codes are each one of the two neighbours that ")
+    codes = unpacked(q.packed.copy(), q.recipe.element.packing)
+    codes[np.unravel_index(np.argmax(q.recipe.element.decode(codes)), codes.shape)] = 0  # no neighbour any more
+    other = fp4kit.identify(replace(q, packed=packed(codes, q.recipe.element.packing)), x)
+    assert not other.variations and other.verdict.startswith("no recipe reproduces all bytes; nearest is ")
+
+
+@pytest.mark.parametrize("name", [name for name in STOCHASTIC if RECIPES[name].scale is not None][::4])
+def test_stochastic_needs_every_scale(name) -> None:
+    """Codes of zeros are neighbours under any scale."""
+    x = ordinary(4).astype(ml_dtypes.bfloat16)
+    x[-1, -32:] = 0
+    q = fp4kit.quantize(x, name, rounding="stochastic", seed=9)
+    assert fp4kit.identify(q, x).variations
+    scales = q.block_scale.copy()
+    scales[-1, -1] += 1
+    assert not fp4kit.identify(replace(q, block_scale=scales), x).variations
+
+
+def test_a_changed_code_is_not_stochastic() -> None:
+    """One code at the other neighbour: all are neighbours then, but rounding by chance would not be so regular."""
+    q = fp4kit.quantize(X, "nvfp4-compressed-tensors")
+    bytes_ = q.packed.copy()
+    upper = fp4kit.quantize(X, q.recipe, rounding="stochastic", seed=np.full(X.shape, 255, np.uint8)).packed
+    at = np.argwhere(bytes_ != upper)[0]
+    bytes_[tuple(at)] = upper[tuple(at)]
+    found = fp4kit.identify(replace(q, packed=bytes_), X)
+    assert found.verdict == "no recipe reproduces all bytes; nearest is nvfp4-compressed-tensors with 99.98% of bytes"
+    assert not found.variations
+
+
+def test_a_share_never_rounds_to_all() -> None:
+    found = fp4kit.Identification((Match("a", 10**6 - 1, 10**6, 1, 0),))
+    assert found.verdict == "no recipe reproduces all bytes; nearest is a with 99.99% of bytes"
+    assert fp4kit.Identification(()).verdict == "no recipe has this format"
+
+
+def test_variants() -> None:
+    x = ordinary(1)
+    own = replace(RECIPES["mxfp4-ocp"], rounding="rz")
+    found = fp4kit.identify(fp4kit.quantize(x, own), x)
+    assert found.verdict == "mxfp4-ocp with rounding='rz' made these bytes"
+    wide = replace(RECIPES["mxfp4-ocp"], block=(1, 64))
+    made = fp4kit.quantize(x, replace(RECIPES["mxfp4-te"], block=(1, 64)))
+    found = fp4kit.identify(replace(made, recipe=wide), x)
+    assert "mxfp4-te with block=(1, 64)" in found.exact and "mxfp4-ocp with block=(1, 64)" not in found.exact
+    assert not any("block" in m.recipe for m in fp4kit.identify(fp4kit.quantize(x, "mxfp4-ocp"), x))
+    renamed = replace(RECIPES["mxfp4-ocp"], id="mine", rounding="rz")
+    assert fp4kit.identify(fp4kit.quantize(x, renamed), x).verdict == "mine made these bytes"
+    transformed = fp4kit.quantize(x, wide, hadamard=True)
+    assert "mxfp4-ocp with block=(1, 64) with hadamard=True" in fp4kit.identify(transformed, x).verdict
+
+
+def test_larger_than_the_probe_and_other_shapes() -> None:
+    """What is wrong beyond the first elements is seen."""
+    x = ordinary(2, (3, 96, 128)).astype(ml_dtypes.bfloat16)
+    for axis in (-1, 1):
+        q = fp4kit.quantize(x, "nvfp4-te", axis=axis, hadamard=True)
+        assert fp4kit.identify(q, x).variations
+        bytes_ = q.packed.copy()
+        bytes_[-1, -1, -1] ^= 1
+        assert not fp4kit.identify(replace(q, packed=bytes_), x).variations
+    empty = np.zeros((0, 128), np.float32)
+    assert fp4kit.identify(fp4kit.quantize(empty, "nvfp4-te"), empty).exact

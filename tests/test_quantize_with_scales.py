@@ -1,0 +1,292 @@
+"""quantize under given scales: its own scales give its own codes back; any scales give what the recipe's rule makes of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from inputs import BF16, NAMES, STOCHASTIC, extreme, nonfinite, ordinary
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E4M3
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.implied import encodes_by_amax, encoding_scale, implied_amax
+from fp4kit.reference.quantize import encode_tile
+from fp4kit.reference.scaling import ONE, TensorScale, tensor_scale
+
+names = pytest.mark.parametrize("name", NAMES)
+# Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max / amax.
+AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
+
+
+def again(x, q, name=None, **options):
+    """x under the scales of q."""
+    with np.errstate(all="ignore"):
+        r, given = name or q.recipe, {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
+        return fp4kit.quantize(x, r, axis=q.axis, scale_layout=q.scale_layout, **given, **options)
+
+
+def assert_same(found, expected):
+    assert_same_bits(found, replace(expected, tensor_amax=None))
+    assert found.tensor_amax is None and found.recipe == expected.recipe and found.axis == expected.axis
+
+
+@names
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("make", [ordinary, extreme, nonfinite])
+def test_its_own_scales_give_it_back(name, dtype, make):
+    with np.errstate(all="ignore"):
+        x = make().astype(dtype)
+        for axis in (-1, 0):
+            q = fp4kit.quantize(x, name, axis=axis)
+            assert_same(again(x, q), q)
+
+
+@names
+def test_layouts_strides_and_stacks(name):
+    x = np.asfortranarray(np.stack([ordinary(seed, (64, 96)) for seed in range(3)]))[:, ::-1]
+    for axis in (-1, 1, -2) if RECIPES[name].block_size <= 32 else ():
+        options = {"axis": axis, "scale_layout": "swizzled_128x4" if RECIPES[name].scale else "linear"}
+        q = fp4kit.quantize(x, name, **options)
+        assert_same(again(x, q), q)
+    if RECIPES[name].tensor_scaling == "tensor" and RECIPES[name].block_size <= 32:
+        q = fp4kit.quantize(x, name, tensor_amax=np.array([3.0, 7.5, 0.1], np.float32))
+        assert q.tensor_scale.shape == (3,)
+        assert_same(again(x, q), q)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_stochastic_and_transformed(name):
+    x = ordinary(4, dtype=BF16)
+    seeded = {"rounding": "stochastic", "seed": 7}
+    for options in (seeded, {"hadamard": True}, seeded | {"hadamard": "no_signs"}):
+        q = fp4kit.quantize(x, name, **options)
+        assert_same(again(x, q, **options), q)
+    random = np.random.default_rng(0).integers(0, 256, x.shape, np.uint8)
+    q = fp4kit.quantize(x, name, rounding="stochastic", seed=random)
+    assert_same(again(x, q, rounding="stochastic", seed=random), q)
+
+
+def test_calibrated_block_amaxes_are_in_their_scales():
+    x = ordinary(2)
+    amax = np.random.default_rng(1).uniform(0, 4, (128, 8)).astype(np.float32)
+    q = fp4kit.quantize(x, "nvfp4-modelopt-static", block_amax=amax)
+    assert_same(again(x, q), q)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].four_over_six])
+def test_both_candidates_of_4over6_follow_from_their_scale(name):
+    """Blocks at 6 and blocks at 4, each told by nothing but its scale."""
+    x = ordinary(6)
+    q = fp4kit.quantize(x, name)
+    largest = np.abs(fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed))).reshape(128, 8, 16).max(-1)
+    assert (largest == 4).any() and (largest == 6).any()
+    assert_same(again(x, q), q)
+
+
+@names
+def test_a_code_depends_on_its_element_and_its_scales_alone(name):
+    """As GPTQ needs it: any part of x, under its part of the scales, has its part of the codes, whatever the rest of x holds."""
+    r, x = RECIPES[name], ordinary(5)
+    q = fp4kit.quantize(x, name)
+    if r.block is None or r.block_rows > 1:
+        return
+    first, last = r.block_size, 3 * r.block_size if r.block_size < 128 else r.block_size
+    part = x[16:48, first:last] if last > first else x[16:48]
+    cut = slice(first, last) if last > first else slice(None)
+    blocks = slice(cut.start // r.block_size, cut.stop // r.block_size) if last > first else slice(None)
+    given = {"block_scale": None if q.block_scale is None else q.block_scale[16:48, blocks]}
+    tensor, rows = q.tensor_scale, slice(16, 48)
+    whole = tensor is None or not tensor.ndim
+    given["tensor_scale"] = tensor if whole else tensor[rows, blocks] if tensor.ndim == 2 else tensor[rows]
+    found = fp4kit.quantize(part, name, **given)
+    assert_same_bits(unpacked(found), unpacked(q)[16:48, cut])
+
+
+def unpacked(q):
+    return fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed
+
+
+# ---- which part of the tensor scale a rule reads --------------------------------------------------------------------------
+
+
+@names
+def test_only_named_rules_read_the_encode_scale(name):
+    """Poison in the parts that a rule is said not to read changes no code."""
+    r, x = RECIPES[name], np.ascontiguousarray(ordinary(3)[:32])
+    amax = np.float32(5.5) if r.tensor_scaling != "row" else np.full((32, 1), 5.5, np.float32)
+    scale = tensor_scale(amax, r, x.dtype)
+    tensor = TensorScale(*(np.reshape(part, (-1, 1)) for part in scale))
+    scales = None if r.scale is None else np.full((32, 128 // r.block_size), 0x38 if r.scale == E4M3 else 127, np.uint8)
+    poison = np.full((1, 1), np.nan, np.float32)
+    unread = {"amax": poison} if encodes_by_amax(r) or r.tensor_rule is None else {"amax": poison, "encode": poison}
+    read = tensor._replace(**unread)
+    with np.errstate(all="ignore"):
+        expected, found = (encode_tile(x, r, t, x.dtype, scales, None) for t in (tensor, read))
+        assert_same_bits(found, expected)
+        if encodes_by_amax(r):
+            assert (encode_tile(x, r, tensor._replace(encode=poison), x.dtype, scales, None) != expected).any()
+
+
+def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
+    """1 / scale: of 2^-100 the tensor rule of compressed-tensors has none in float16, as its encode scale would be infinite."""
+    r, scale = RECIPES["nvfp4-compressed-tensors"], np.float32(2.0**-100)
+    assert implied_amax(scale, r, np.dtype(np.float16)) == -1
+    assert encoding_scale(scale, r, np.dtype(np.float16)).encode == ONE / scale
+    assert encoding_scale(None, r, np.dtype(np.float16)).encode == 1
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
+    """Two amaxes of float32 have one tensor scale and two encode scales, a few ulp apart."""
+    r, f32 = RECIPES[name], np.dtype(np.float32)
+    amaxes = np.random.default_rng(0).uniform(1, 2, 20_000).astype(np.float32)
+    true, implied = tensor_scale(amaxes, r, f32), encoding_scale(tensor_scale(amaxes, r, f32).decode, r, f32)
+    other = true.encode != implied.encode
+    assert 0.001 < other.mean() < 0.8
+    ulps = np.abs(true.encode.view(np.int32).astype(int) - implied.encode.view(np.int32))
+    assert ulps.max() <= 2
+
+
+def test_a_code_that_such_an_ulp_changes():
+    """An element next to the tie 17 of E4M3, under the amaxes of float32 that share their scale with a rounder one."""
+    differ = 0
+    for amax in np.random.default_rng(0).uniform(1, 2, 400).astype(np.float32):
+        tie = np.float32(17 * float(amax) / 448)
+        steps = tie.view(np.int32) + np.arange(-4, 5)
+        x = np.append(steps.astype(np.int32).view(np.float32), amax)
+        q = fp4kit.quantize(x, "fp8-modelopt")
+        found = again(x, q)
+        assert np.abs(found.packed.astype(int) - q.packed).max() <= 1
+        differ += int((found.packed != q.packed).sum())
+    assert 10 < differ < 400
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in AMBIGUOUS and RECIPES[name].tensor_rule])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, dtype):
+    r, f = RECIPES[name], np.dtype(dtype)
+    if not encodes_by_amax(r) or (r.element.is_integer and f == np.float32):
+        return
+    bits = np.random.default_rng(1).integers(1, 0x7F7FFFFF, 20_000).astype(np.int32)
+    amaxes = bits.view(np.float32) if f == np.float32 else np.random.default_rng(2).uniform(1e-4, 200, 20_000).astype(dtype)
+    with np.errstate(all="ignore"):
+        true = tensor_scale(amaxes.astype(np.float32), r, f)
+        implied = encoding_scale(true.decode, r, f)
+        same = (true.encode == implied.encode) | (1 / true.encode == 1 / implied.encode)
+    assert same.all()
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
+def test_elements_of_16_bits_tell_the_encode_scale(name, dtype):
+    """Every amax of these types, subnormal and infinite ones too: the implied amax has its encode scale."""
+    r = RECIPES[name]
+    top = 0x7C00 if dtype == np.float16 else 0x7F80
+    amaxes = np.arange(1, top + 1, dtype=np.uint16).view(dtype).astype(np.float32)
+    with np.errstate(all="ignore"):
+        true = tensor_scale(amaxes, r, np.dtype(dtype))
+        assert_same_bits(encoding_scale(true.decode, r, np.dtype(dtype)).encode, true.encode)
+
+
+# ---- scales of every kind -------------------------------------------------------------------------------------------------
+
+
+def codes_under(name, x, scale, tensor=None, **options):
+    x = np.asarray(x, np.float32).reshape(1, -1)
+    scales = np.full((1, x.shape[1] // RECIPES[name].block_size), scale, np.uint8)
+    with np.errstate(all="ignore"):
+        return unpacked(fp4kit.quantize(x, name, block_scale=scales, tensor_scale=tensor, **options))[0].tolist()
+
+
+def test_scales_by_hand():
+    x = [0.0, -0.0, 1, -1, 3, 100, -100, 0.25] * 4
+    assert codes_under("mxfp4-ocp", x, 127)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]  # 0.25 ties to even; 100 saturates
+    assert codes_under("mxfp4-ocp", x, 128)[:8] == [0, 8, 1, 9, 3, 7, 15, 0]
+    assert codes_under("mxfp4-ocp", x, 255)[:8] == [7] * 8  # a NaN scale: NaN elements, which are the largest code
+    one, zero, nan = 0x38, 0x00, 0x7F
+    assert codes_under("nvfp4-te", x[:16], one, 1.0)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]
+    assert codes_under("nvfp4-te", x[:16], one, 0.5)[:8] == [0, 8, 4, 12, 7, 7, 15, 1]
+    assert codes_under("nvfp4-te", x[:16], zero, 1.0)[:8] == [0, 8, 7, 15, 7, 7, 15, 7]  # factor FLT_MAX
+    assert codes_under("nvfp4-te", x[:16], 0xB8, 1.0)[:4] == [8, 0, 10, 2]  # -1
+    assert codes_under("nvfp4-modelopt", x[:16], nan, 1.0)[:8] == [7] * 8
+    assert codes_under("nvfp4-te-reference", x[:16], nan, 1.0)[:8] == [0] * 8
+    assert codes_under("nvfp4-flashinfer", [0.0] * 16, zero, 1.0) == [0] * 16  # a block of zeros
+    assert codes_under("nvfp4-flashinfer", x[:16], zero, 1.0)[:4] == [7, 7, 7, 15]  # else 0 * inf is NaN
+
+
+def test_dtypes_of_scales():
+    x = ordinary(0, (4, 64))
+    q = fp4kit.quantize(x, "nvfp4-te")
+    scales = q.block_scale.view(ml_dtypes.float8_e4m3fn)
+    found = fp4kit.quantize(x, "nvfp4-te", block_scale=scales, tensor_scale=float(q.tensor_scale))
+    assert_same(found, q)
+    q = fp4kit.quantize(x, "mxfp4-ocp")
+    assert_same(fp4kit.quantize(x, "mxfp4-ocp", block_scale=q.block_scale.view(ml_dtypes.float8_e8m0fnu)), q)
+    assert_same(fp4kit.quantize(x, "mxfp4-ocp", block_scale=np.asfortranarray(q.block_scale)), q)
+
+
+def test_the_result_holds_copies():
+    x = ordinary(0, (4, 64))
+    q = fp4kit.quantize(x, "nvfp4-te")
+    found = again(x, q)
+    for part in ("block_scale", "tensor_scale"):
+        assert not np.shares_memory(getattr(found, part), getattr(q, part))
+    q.block_scale.setflags(write=False)
+    assert_same(again(x, q), q)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "fp8-modelopt-channel"])
+def test_out(name):
+    x = ordinary(0, (4, 64))
+    q = fp4kit.quantize(x, name)
+    out = replace(fp4kit.quantize(2 * x + 1, name), tensor_amax=None)
+    assert again(x, q, out=out) is out
+    assert_same(out, q)
+    strided = replace(out, packed=np.zeros((4, 2 * q.packed.shape[1]), np.uint8)[:, ::2])
+    assert_same(again(x, q, out=strided), q)
+
+
+@names
+def test_nothing_in_it(name):
+    r = RECIPES[name]
+    for shape in ((0, 128), (3, 0)):
+        q = fp4kit.quantize(np.zeros(shape, np.float32), r)
+        found = again(np.zeros(shape, np.float32), q)
+        assert_same(found, q)
+
+
+X = ordinary(0, (4, 64))
+SCALES, MX = np.zeros((4, 4), np.uint8), np.zeros((4, 2), np.uint8)
+F8 = ml_dtypes.float8_e4m3fn
+TE, FAKE = {"block_scale": SCALES, "tensor_scale": 1.0}, {"block_scale": MX}
+ERRORS = [
+    ("nvfp4-te", {"block_scale": SCALES}, ValueError, "block_scale was given without tensor_scale; nvfp4-te has both"),
+    ("nvfp4-te", {"tensor_scale": 1.0}, ValueError, "tensor_scale was given without block_scale; nvfp4-te has both"),
+    ("mxfp4-ocp", FAKE | {"tensor_scale": 1.0}, ValueError, "tensor_scale was given, but mxfp4-ocp has none; leave it out"),
+    ("fp8-modelopt", FAKE | {"tensor_scale": 1.0}, ValueError, "block_scale was given, but fp8-modelopt has none"),
+    ("nvfp4-te", TE | {"tensor_amax": 2.0}, ValueError, "tensor_amax was given beside scales, which are all that codes need"),
+    ("nvfp4-te", TE | {"block_amax": SCALES}, ValueError, "block_amax was given beside scales"),
+    ("mxfp4-ocp", {"block_scale": MX.astype(np.int8)}, TypeError, "block_scale is int8; mxfp4-ocp needs"),
+    ("mxfp4-ocp", {"block_scale": MX.view(F8)}, TypeError, "block_scale is float8_e4m3fn; mxfp4-ocp needs uint8"),
+    ("mxfp4-ocp", {"block_scale": 3}, TypeError, "block_scale is int; mxfp4-ocp needs"),
+    ("mxfp4-ocp", {"block_scale": SCALES}, ValueError, "block_scale has shape (4, 4); mxfp4-ocp of (4, 64) needs (4, 2), linear"),
+    ("mxfp4-ocp", FAKE | {"scale_layout": "swizzled_8x4"}, ValueError, "block_scale has shape (4, 2); mxfp4-ocp of"),
+    ("nvfp4-te", TE | {"tensor_scale": -1.0}, ValueError, "tensor_scale holds 1 negative value(s) of 1; needs"),
+    ("nvfp4-te-2d", TE | {"tensor_scale": np.nan}, ValueError, "tensor_scale holds 1 NaN value(s) of 1"),
+    ("nvfp4-te", TE | {"tensor_scale": np.ones(3)}, ValueError, "tensor_scale has shape (3,); nvfp4-te needs ()"),
+    ("nvfp4-te", TE | {"tensor_scale": "a"}, TypeError, "tensor_scale is <U1; needs a real number or a float array"),
+    ("nvfp4-te", TE | {"seed": 3}, ValueError, "seed was given with rounding='nearest'"),
+    ("mxfp4-modelopt-fake", FAKE, ValueError, "mxfp4-modelopt-fake is a fake quantizer"),
+    ("nvfp4-te", TE | {"out": fp4kit.quantize(X, "nvfp4-te")}, ValueError, "out has a tensor_amax, which tensor_scale does not"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "kind", "message"), ERRORS)
+def test_errors(name, given, kind, message):
+    with pytest.raises(kind, match=re.escape(f"quantize: {message}")):
+        fp4kit.quantize(X, name, **given)
