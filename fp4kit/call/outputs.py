@@ -56,23 +56,23 @@ def check_quantized_out(call: Any) -> None:
     for name, value in wanted.items():
         if getattr(out, name) != value:
             raise ValueError(f"{op}: out has {name} {getattr(out, name)}; needs {value}")
-    for name, (shape, dtype) in _parts(call).items():
+    for name, (shape, dtype) in parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
         else:
             check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
 
 
-def _parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each array of a result."""
+def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each array of a result of quantize, by its name in Quantized."""
     shape, r = call.moved.shape, call.recipe
-    parts: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
+    found: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
-        parts["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
+        found["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
     if r.tensor_scaling != "none":
         covered = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
-        parts |= {name: (covered, np.dtype(np.float32)) for name in ("tensor_scale", "tensor_amax")}
-    return parts
+        found |= {name: (covered, np.dtype(np.float32)) for name in ("tensor_scale", "tensor_amax")}
+    return found
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
