@@ -1,5 +1,6 @@
 """examples/torch_autograd.py and jax_custom_vjp.py: values and gradients are fp4kit's, and so the recorded ones, in every bit."""
 
+import importlib
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, ordinary
+from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.check import cases
@@ -27,15 +29,18 @@ class Torch:
 
     def __init__(self):
         pytest.importorskip("torch")
-        from examples import torch_autograd
-
-        self.module = torch_autograd
+        self.module = importlib.import_module("fp4kit.torch")
 
     def __call__(self, w, grad, settings, name="w", amax=None):
         """Value of fake_quantize(w) and gradient for the upstream one."""
-        w = self.module.to_torch(w.copy()).requires_grad_()
-        y = self.module.FakeQuantize.apply(w, settings, name, amax)
-        y.backward(self.module.to_torch(grad.copy()))
+        w = to_torch(w).requires_grad_()
+        if amax is None:
+            y = self.module.FakeQuantized(settings, name)(w)
+        elif settings.is_quantized(name):
+            y = self.module.fake_quantize(w, settings.resolved, tensor_amax=amax, pass_through=settings.pass_through)
+        else:
+            y = w * 1
+        y.backward(to_torch(grad))
         return to_numpy(y), to_numpy(w.grad)
 
 
@@ -69,13 +74,6 @@ def wrapper(kind):
 @pytest.fixture(params=[Torch, Jax], ids=["torch", "jax"])
 def wrapped(request):
     return wrapper(request.param)
-
-
-def to_numpy(tensor):
-    import torch
-
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @DTYPES

@@ -41,10 +41,10 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """A call that was parsed: what an engine needs, and nothing that it has to check.
 
-    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x with that axis last. tensor_amax,
-    block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
-    fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape of moved. mask: sign
-    mask of the Hadamard transform, None for none. out: a Quantized to write to, or None.
+    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x with that
+    axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad:
+    of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape
+    of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized to write to, or None.
     """
 
     op: str

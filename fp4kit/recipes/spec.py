@@ -51,7 +51,7 @@ def from_spec(spec: str) -> Recipe:
         raise ValueError(f"from_spec: {spec!r} is no JSON ({error}); needs an id, or what to_spec gives") from None
     if set(values) != set(_FIELDS):
         found = sorted(set(values) ^ set(_FIELDS))
-        raise ValueError(f"from_spec: {', '.join(found)}: missing or unknown; needs the fields of a Recipe, as to_spec gives them")
+        raise ValueError(f"from_spec: {', '.join(found)} missing or unknown; needs the fields of a Recipe, as to_spec gives them")
     return Recipe(**{name: _format(value) if name in ("element", "scale") else value for name, value in values.items()})
 
 

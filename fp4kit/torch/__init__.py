@@ -7,6 +7,8 @@ fake_quantize_model and its parametrization FakeQuantized train a model with fak
 so torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast and CUDA graphs work, on CPU and CUDA.
 """
 
+from typing import Any
+
 from torch.utils import _pytree
 
 from fp4kit.quantized import Quantized, flatten, unflatten
@@ -15,4 +17,17 @@ from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
 
 __all__ = ["FakeQuantized", "dequantize", "fake_quantize", "fake_quantize_grouped", "fake_quantize_model", "quantize"]
 
-_pytree.register_pytree_node(Quantized, flatten, unflatten, serialized_type_name="fp4kit.Quantized")
+
+def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
+    arrays, facts = flatten(q)
+    return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
+
+
+def _flatten(q: Quantized) -> tuple[list[Any], Any]:
+    arrays, facts = flatten(q)
+    return list(arrays), facts
+
+
+_pytree.register_pytree_node(
+    Quantized, _flatten, unflatten, serialized_type_name="fp4kit.Quantized", flatten_with_keys_fn=_with_keys
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ import fp4kit
 from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Options, quantize_call
-from fp4kit.quantized import Quantized, unflatten
+from fp4kit.quantized import ARRAYS, unflatten
 from fp4kit.recipes.spec import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import _as_numpy, check_devices, detached, numpy_dtype, outline, own
@@ -32,24 +33,25 @@ def quantize(
     block_amax: Tensor | None,
 ) -> list[Tensor]:
     """fp4kit.quantize: packed, block_scale, tensor_scale and tensor_amax, those of them that the recipe has."""
-    options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed), "hadamard": _flag(hadamard)}
-    amaxes = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
-    q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options, **amaxes)
+    options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
+    options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
+    q = fp4kit.quantize(x.detach(), from_spec(recipe), axis=axis, **options)
     arrays = (q.packed, q.block_scale, q.tensor_scale, q.tensor_amax)
     return [own(a, tensor_amax) for a in arrays if a is not None]
 
 
-def _flag(hadamard: str) -> bool | str:
+def _flag(hadamard: str) -> Any:
     return _HADAMARD.get(hadamard, hadamard)
 
 
 @quantize.register_fake
-def _(x, recipe, axis, tensor_amax, scale_layout, rounding, seed, hadamard, block_amax):  # type: ignore[no-untyped-def]
+def _(x: Tensor, recipe: str, axis: int, tensor_amax: Tensor | None, *rest: Any) -> list[Tensor]:
+    scale_layout, rounding, seed, hadamard, block_amax = rest
     op, options = "quantize", Options(scale_layout, rounding, seed_outline(seed), _flag(hadamard))
     random = seed if seed is not None and seed.ndim else None
     check_devices(op, x=x, tensor_amax=tensor_amax, block_amax=block_amax, seed=random)
-    amaxes = {"tensor_amax": outline(tensor_amax), "block_amax": outline(block_amax)}
-    call = quantize_call(op, outline(x), from_spec(recipe), axis, options, **amaxes)
+    amaxes = outline(tensor_amax), outline(block_amax)
+    call = quantize_call(op, outline(x), from_spec(recipe), axis, options, tensor_amax=amaxes[0], block_amax=amaxes[1])
     return [x.new_empty(shape, dtype=_TENSOR_DTYPES[dtype.name]) for shape, dtype in parts(call).values()]
 
 
@@ -71,13 +73,14 @@ def dequantize(
     values_dtype: torch.dtype,
 ) -> Tensor:
     """fp4kit.dequantize of the Quantized of these parts; shape, axis and dtype are those of the array that was quantized."""
-    arrays = map(_as_numpy, map(detached, (packed, block_scale, tensor_scale, tensor_amax)))
-    q = unflatten(arrays, (tuple(shape), numpy_dtype(dtype), axis, from_spec(recipe), scale_layout))
+    arrays = [_as_numpy(detached(a)) for a in (packed, block_scale, tensor_scale, tensor_amax)]
+    q = unflatten(arrays, (ARRAYS, tuple(shape), numpy_dtype(dtype), axis, from_spec(recipe), scale_layout))
     return own(fp4kit.dequantize(q, numpy_dtype(values_dtype)))
 
 
 @dequantize.register_fake
-def _(packed, block_scale, tensor_scale, tensor_amax, shape, axis, recipe, scale_layout, dtype, values_dtype):  # type: ignore[no-untyped-def]
+def _(packed: Tensor, *rest: Any) -> Tensor:
+    shape, axis, values_dtype = rest[3], rest[4], rest[-1]
     check.check_values_dtype("dequantize", numpy_dtype(values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)

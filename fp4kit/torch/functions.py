@@ -11,24 +11,24 @@ import torch
 
 from fp4kit.call import check
 from fp4kit.ops.grouped_plan import per_tensor
-from fp4kit.quantized import Quantized, flatten, unflatten
+from fp4kit.quantized import Quantized, unflatten
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.spec import to_spec
-from fp4kit.torch import codes, groups, operators
+from fp4kit.torch import codes, groups, transforms
 from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
 
 Tensor = torch.Tensor
 _INT64 = 2**63
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch._dynamo.assume_constant_result
 def _spec(recipe: Any) -> str:
     """The string of a Recipe; under torch.compile a constant of the graph, which is guarded by the Recipe."""
     return to_spec(recipe)
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch._dynamo.assume_constant_result
 def _torch_dtype(dtype: Any) -> torch.dtype:
     return TORCH[np.dtype(dtype)]
 
@@ -50,10 +50,10 @@ def _seed(seed: Any) -> Tensor | None:
     """A seed as a tensor: ints modulo 2^64 as int64."""
     if seed is None or isinstance(seed, Tensor):
         return seed
-    number = operator.index(seed)
+    number = seed if isinstance(seed, int) else operator.index(seed)  # torch.compile takes what index gives for a constant
     if not -_INT64 <= number < _INT64:
         number = (number + _INT64) % (2 * _INT64) - _INT64
-    return torch.full((), number, dtype=torch.int64)
+    return torch.scalar_tensor(number, dtype=torch.int64)
 
 
 def fake_quantize(
@@ -96,7 +96,7 @@ def fake_quantize(
     check_tensor("fake_quantize", x)
     amaxes = _amax(x, tensor_amax), _amax(x, block_amax)
     options = str(rounding), _seed(seed), _amax(x, amax), bool(pass_through)
-    return operators.fake_quantize(x, _named(recipe), operator.index(axis), *amaxes, *options)
+    return transforms.fake_quantize(x, _named(recipe), operator.index(axis), *amaxes, *options)
 
 
 def fake_quantize_grouped(
@@ -124,12 +124,17 @@ def fake_quantize_grouped(
     [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
-    xs = list(xs.unbind(0) if isinstance(xs, Tensor) else xs)
+    xs, given = list(xs.unbind(0) if isinstance(xs, Tensor) else xs), (tensor_amax, block_amax, amax)
     for i, x in enumerate(xs):
         check_tensor(op, x, f"xs[{i}]")
-    amaxes = (_each_amax(op, name, xs, given) for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)))
-    options = str(rounding), _seed(seed), _each_amax(op, "amax", xs, amax), bool(pass_through)
-    return groups.fake_quantize_grouped(xs, _named(recipe), operator.index(axis), *amaxes, *options)
+    names = ("tensor_amax", "block_amax", "amax")
+    tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
+    spec, axis, random, pass_through = _named(recipe), operator.index(axis), (str(rounding), _seed(seed)), bool(pass_through)
+    if torch._C._are_functorch_transforms_active():  # PyTorch has no gradients for operators on lists there
+        columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
+        rows = zip(xs, *columns, strict=True)
+        return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
+    return groups.fake_quantize_grouped(xs, spec, axis, tensors, blocks, *random, limits, pass_through)
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
@@ -166,10 +171,9 @@ def quantize(
     check_tensor("quantize", x)
     r, axis = find_recipe(recipe), operator.index(axis)
     options = str(scale_layout), str(rounding), _seed(seed), str(hadamard), _amax(x, block_amax)
-    arrays = iter(codes.quantize(x.detach(), _named(recipe), axis, _amax(x, tensor_amax), *options))
-    packed, scales = next(arrays), None if r.scale is None else next(arrays)
-    tensor = (None, None) if r.tensor_scaling == "none" else (next(arrays), next(arrays))
-    return unflatten((packed, scales, *tensor), (tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
+    arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(x, tensor_amax), *options)
+    names = ("packed", *["block_scale"] * (r.scale is not None), *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"))
+    return unflatten(arrays, (names, tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:

@@ -10,8 +10,7 @@ from torch import Tensor
 import fp4kit
 from fp4kit.call.each import each
 from fp4kit.recipes.spec import from_spec
-from fp4kit.torch import operators
-from fp4kit.torch.operators import check_backward, check_fake, empty, entry, loop_over, seed_of
+from fp4kit.torch.operators import check_backward, check_fake, empty, loop_over, seed_of
 from fp4kit.torch.tensors import detached, own
 
 
@@ -47,7 +46,8 @@ def fake_quantize_grouped(
 
 
 @fake_quantize_grouped.register_fake
-def _(xs, recipe, axis, tensor_amax, block_amax, rounding, seed, amax, pass_through):  # type: ignore[no-untyped-def]
+def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
+    tensor_amax, block_amax, rounding, seed, amax, pass_through = rest
     op, columns = "fake_quantize_grouped", (or_none(a, len(xs)) for a in (tensor_amax, block_amax, amax))
 
     def one(x: Tensor, tensor: Any, block: Any, limit: Any) -> Tensor:
@@ -76,34 +76,19 @@ fake_quantize_grouped.register_autograd(_backward, setup_context=_keep)
 fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 
 
-@operators.fake_quantize.register_vmap
-def _(info, dims, x, recipe, axis, tensor_amax, block_amax, rounding, seed, amax, pass_through):  # type: ignore[no-untyped-def]
-    """fake_quantize of each: one grouped call, unless each has random bytes of its own."""
-    if dims[6] is not None:
-        arguments = (x, recipe, axis, tensor_amax, block_amax, rounding, seed, amax, pass_through)
-        return loop_over(operators.fake_quantize)(info, dims, *arguments)
-
-    def each_of(number: int, tensor: Tensor | None) -> list[Tensor]:
-        return [] if tensor is None else [entry(tensor, dims[number], i) for i in range(info.batch_size)]
-
-    amaxes = each_of(3, tensor_amax), each_of(4, block_amax)
-    options = rounding, seed, each_of(7, amax), pass_through
-    return torch.stack(fake_quantize_grouped(each_of(0, x), recipe, axis, *amaxes, *options)), 0
-
-
 @torch.library.custom_op("fp4kit::fake_quantize_grouped_backward", mutates_args=())
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
     """fp4kit.fake_quantize_grouped_backward, clipped."""
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
-    options = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
+    options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
     found = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)
     return [own(g, grad) for g, grad in zip(found, grads, strict=True)]
 
 
 @fake_quantize_grouped_backward.register_fake
-def _(grads, xs, recipe, axis, amax):  # type: ignore[no-untyped-def]
+def _(grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]) -> list[Tensor]:
     op = "fake_quantize_grouped_backward"
 
     def one(grad: Tensor, x: Tensor, limit: Any) -> Tensor:

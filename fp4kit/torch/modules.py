@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
@@ -69,18 +70,20 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
         if id(module) in inside:
             continue
         own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        parametrized = list(module.parametrizations) if parametrize.is_parametrized(module) else []
-        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in own + parametrized)
+        parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*own, *parametrizations))
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    return module.parametrizations.modules()
+    found: Any = module.parametrizations
+    return found.modules()
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
     if not parametrize.is_parametrized(module, leaf):
         return
-    if any(isinstance(part, FakeQuantized) for part in module.parametrizations[leaf]):
+    parametrizations: Any = module.parametrizations
+    if any(isinstance(part, FakeQuantized) for part in parametrizations[leaf]):
         raise ValueError(
             f"fake_quantize_model: {name} is fake-quantized already; leave it out of the settings, or take the parametrization "
             "away first, with torch.nn.utils.parametrize.remove_parametrizations"

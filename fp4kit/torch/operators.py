@@ -37,19 +37,20 @@ def empty(like: Tensor, call: Call) -> Tensor:
     return like.new_empty(call.moved.shape).movedim(-1, call.axis)
 
 
-def entry(argument: Any, dim: Any, i: int) -> Any:
-    """What an argument is for index i of the axis that vmap maps."""
+def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
+    """What an argument is at each place of the axis that vmap maps. The gradient of unbind is a stack, which keeps -0."""
     if isinstance(argument, (list, tuple)):
-        return [entry(a, d, i) for a, d in zip(argument, dim, strict=True)]
-    return argument if dim is None else argument.select(dim, i)
+        parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
+        return [[part[i] for part in parts] for i in range(count)]
+    return [argument] * count if dim is None else argument.unbind(dim)
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
     """vmap of an operator: a loop over the mapped axis."""
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
-        columns = [*zip(arguments, dims, strict=True)]
-        found = [operator(*(entry(a, d, i) for a, d in columns)) for i in range(info.batch_size)]
+        columns = [_entries(a, d, info.batch_size) for a, d in zip(arguments, dims, strict=True)]
+        found = [operator(*entries) for entries in zip(*columns, strict=True)]
         if isinstance(found[0], Tensor):
             return torch.stack(found), 0
         return [torch.stack(tensors) for tensors in zip(*found, strict=True)], [0] * len(found[0])
@@ -113,51 +114,56 @@ def check_fake(
 
 
 @fake_quantize.register_fake
-def _(x, recipe, axis, tensor_amax, block_amax, rounding, seed, amax, pass_through):  # type: ignore[no-untyped-def]
-    amaxes, random = (tensor_amax, block_amax), (rounding, seed)
-    return empty(x, check_fake("fake_quantize", x, recipe, axis, amaxes, random, (amax, pass_through)))
+def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
+    tensor_amax, block_amax, *random, amax, pass_through = rest
+    clip = amax, pass_through
+    return empty(x, check_fake("fake_quantize", x, recipe, axis, (tensor_amax, block_amax), tuple(random), clip))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What the gradient of fake_quantize needs."""
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
         ctx.save_for_backward(x, tensor_amax if amax is None else amax)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
+    """Gradient of fake_quantize: grad, or clipped. clip: fake_quantize_backward in another form."""
     if ctx.pass_through:
         return grad, *[None] * 8
     x, amax = ctx.saved_tensors
-    return fake_quantize_backward(grad, x, *ctx.how, amax), *[None] * 8
+    return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 8
 
 
-fake_quantize.register_autograd(_backward, setup_context=_keep)
+fake_quantize.register_autograd(backward, setup_context=keep)
+fake_quantize.register_vmap(loop_over(fake_quantize))
 
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
     """fp4kit.fake_quantize_backward, clipped."""
-    options = {"axis": axis, "amax": detached(amax), "pass_through": False}
+    options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
     return own(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
 
 @fake_quantize_backward.register_fake
-def _(grad, x, recipe, axis, amax):  # type: ignore[no-untyped-def]
+def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
     return empty(grad, check_backward("fake_quantize_backward", grad, x, recipe, axis, amax))
 
 
-def _keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What the gradient of fake_quantize_backward needs."""
     _, x, recipe, axis, amax = inputs
     ctx.how = recipe, axis
     ctx.save_for_backward(x, amax)
 
 
-def _backward_of_clip(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def backward_of_clip(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Clipping is linear in the gradient, and constant in x almost everywhere."""
     x, amax = ctx.saved_tensors
-    return fake_quantize_backward(grad, x, *ctx.how, amax), *[None] * 4
+    return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
 
 
-fake_quantize_backward.register_autograd(_backward_of_clip, setup_context=_keep_clip)
+fake_quantize_backward.register_autograd(backward_of_clip, setup_context=keep_clip)
 fake_quantize_backward.register_vmap(loop_over(fake_quantize_backward))
