@@ -137,7 +137,8 @@ def arguments(node):
 def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
     """That of fp4kit.torch are its functions, and its operators, which take everything apart."""
     wrappers = {path for path in FILES if part(module_name(path)) in ("torch", "jax")}
-    functions = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef))
+    nodes = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)))
+    functions = ((path, node) for path, node in nodes if isinstance(node, ast.FunctionDef))
     many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
     assert many == {"quantize.quantize", "grouped.quantize_grouped", "grouped_plan.__init__"}
 

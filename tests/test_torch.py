@@ -17,7 +17,7 @@ from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import ARRAYS
+from fp4kit.quantized import PARTS
 from fp4kit.recipes import RECIPES
 from fp4kit.training.settings import FakeQuantSettings
 
@@ -40,7 +40,7 @@ def both(function, x, grad):
 
 
 def same_quantized(q, expected):
-    for name in ARRAYS:
+    for name in PARTS:
         array, wanted = getattr(q, name), getattr(expected, name)
         assert (array is None) == (wanted is None), name
         if wanted is not None:
@@ -169,7 +169,7 @@ def test_quantize_options_and_dtypes():
     options = {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0}
     q = ft.quantize(x.clone().requires_grad_(), "nvfp4-te", tensor_amax=amax, **options)
     same_quantized(q, fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3), **options))
-    assert not any(getattr(q, name).requires_grad for name in ARRAYS) and q.tensor_amax.data_ptr() != amax.data_ptr()
+    assert not any(getattr(q, name).requires_grad for name in PARTS) and q.tensor_amax.data_ptr() != amax.data_ptr()
     q = ft.quantize(x, VARIANT)
     for dtype, numpy_dtype in ((torch.float16, np.float16), (torch.bfloat16, BF16), (None, np.float32)):
         assert_same_bits(to_numpy(ft.dequantize(q, dtype)), fp4kit.dequantize(fp4kit.quantize(X, VARIANT), numpy_dtype))

@@ -15,7 +15,7 @@ from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import ARRAYS, FACTS
+from fp4kit.quantized import FACTS, PARTS
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.spec import to_spec
 from fp4kit.training.settings import FakeQuantSettings
@@ -60,7 +60,7 @@ def assert_equal(found, expected):
     """Tensors, Quantized, or sequences of them: every bit, and strides."""
     if isinstance(expected, fp4kit.Quantized):
         assert [getattr(found, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
-        found, expected = ([getattr(q, name) for name in ARRAYS] for q in (found, expected))
+        found, expected = ([getattr(q, name) for name in PARTS] for q in (found, expected))
     if not isinstance(expected, torch.Tensor):
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):

@@ -64,6 +64,11 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
     """q, which must be a Quantized, with NumPy or CuPy arrays."""
+    check_is_quantized(op, q, name)
+    return q.imported()
+
+
+def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
+    """q must be a Quantized, of arrays of any library."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
-    return q.imported()

@@ -12,10 +12,11 @@ import fp4kit
 from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Options, quantize_call
-from fp4kit.quantized import ARRAYS, unflatten
+from fp4kit.libraries import numpy_dtype
+from fp4kit.quantized import PARTS, unflatten
 from fp4kit.recipes.spec import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
-from fp4kit.torch.tensors import _as_numpy, check_devices, detached, numpy_dtype, outline, own
+from fp4kit.torch.tensors import check_devices, detached, outline, own
 
 _HADAMARD = {"False": False, "True": True}  # any other string is itself: "no_signs", or what the check refuses
 
@@ -73,15 +74,16 @@ def dequantize(
     values_dtype: torch.dtype,
 ) -> Tensor:
     """fp4kit.dequantize of the Quantized of these parts; shape, axis and dtype are those of the array that was quantized."""
-    arrays = [_as_numpy(detached(a)) for a in (packed, block_scale, tensor_scale, tensor_amax)]
-    q = unflatten(arrays, (ARRAYS, tuple(shape), numpy_dtype(dtype), axis, from_spec(recipe), scale_layout))
-    return own(fp4kit.dequantize(q, numpy_dtype(values_dtype)))
+    arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
+    q = unflatten(arrays, (PARTS, tuple(shape), numpy_dtype("dequantize", dtype), axis, from_spec(recipe), scale_layout))
+    values: Any = fp4kit.dequantize(q, values_dtype)
+    return values
 
 
 @dequantize.register_fake
 def _(packed: Tensor, *rest: Any) -> Tensor:
     shape, axis, values_dtype = rest[3], rest[4], rest[-1]
-    check.check_values_dtype("dequantize", numpy_dtype(values_dtype))
+    check.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)
 

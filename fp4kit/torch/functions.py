@@ -186,7 +186,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     >>> dequantize(q, torch.bfloat16)[0, :2]
     tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
-    check.check_quantized("dequantize", q)
+    check.check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
     source = _torch_dtype(q.dtype)
     facts = q.shape, q.axis, _spec(q.recipe), q.scale_layout, source, source if dtype is None else dtype
