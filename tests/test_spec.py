@@ -69,9 +69,9 @@ VARIANT = json.loads(spec.to_spec(replace(recipe("mxfp4-ocp"), block=(1, 16))))
     [
         ("nvfp5", ValueError, "recipe: no recipe is called 'nvfp5'"),
         ("{", ValueError, "from_spec: '{' is no JSON"),
-        (json.dumps({"id": "x"}), ValueError, "from_spec: amax_nan, apply, block, .* missing or unknown; needs the fields"),
-        (json.dumps(VARIANT | {"size": 3}), ValueError, "from_spec: size missing or unknown; needs the fields of a Recipe"),
-        (json.dumps(VARIANT | {"element": "E9M9"}), ValueError, "from_spec: no element format is called 'E9M9'; needs one of"),
+        (json.dumps({"id": "x"}), ValueError, "Recipe: the field 'element' is missing"),
+        (json.dumps(VARIANT | {"size": 3}), ValueError, "Recipe: there is no field 'size'"),
+        (json.dumps(VARIANT | {"element": "E9M9"}), ValueError, "Recipe: no format is called 'E9M9'; needs one of E2M1"),
         (json.dumps(VARIANT | {"block": [1, 3]}), ValueError, "Recipe mxfp4-ocp: block is"),
         (json.dumps(VARIANT | {"static": 1}), TypeError, "Recipe mxfp4-ocp: static is 1; needs True or False"),
     ],

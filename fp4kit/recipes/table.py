@@ -47,9 +47,14 @@ def recipe(id: str | Recipe) -> Recipe:
     return found
 
 
+def is_listed(r: Recipe) -> bool:
+    """Whether a recipe is one of the table, so that its id says all."""
+    return RECIPES.get(r.id) == r
+
+
 def _reduce(r: Recipe) -> tuple[Any, ...]:
     """What a pickle holds: the id of a recipe of the table, all fields of another."""
-    if RECIPES.get(r.id) == r:
+    if is_listed(r):
         return recipe, (r.id,)
     return Recipe, tuple(getattr(r, field.name) for field in fields(r))
 
