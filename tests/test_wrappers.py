@@ -1,4 +1,4 @@
-"""examples/torch_autograd.py and jax_custom_vjp.py: values and gradients are fp4kit's, and so the recorded ones, in every bit."""
+"""fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit; examples."""
 
 import importlib
 import subprocess
@@ -49,15 +49,18 @@ class Jax:
 
     def __init__(self):
         self.jax = pytest.importorskip("jax")
-        from examples import jax_custom_vjp
-
-        self.fake_quantize = jax_custom_vjp.fake_quantize
+        self.fake_quantize = importlib.import_module("fp4kit.jax").fake_quantize
 
     def __call__(self, w, grad, settings, name="w", amax=None):
         """Value of fake_quantize(w) and gradient for the upstream one."""
 
+        def read(w, amax):
+            if not settings.is_quantized(name):
+                return w
+            return self.fake_quantize(w, settings.resolved, tensor_amax=amax, pass_through=settings.pass_through)
+
         def both(w, grad, amax):
-            y, pull = self.jax.vjp(lambda w: self.fake_quantize(w, settings, name, amax), w)
+            y, pull = self.jax.vjp(lambda w: read(w, amax), w)
             return y, *pull(grad)
 
         plain, jitted = both(w, grad, amax), self.jax.jit(both)(w, grad, amax)
@@ -110,20 +113,6 @@ def test_recorded_gradients(wrapped, recipe, golden):
         assert_same_bits(wrapped(x, upstream, FakeQuantSettings(case.recipe), amax=amax)[1], upstream, case.name)
         compared += 1
     assert compared >= 5
-
-
-def test_vmap_and_a_traced_amax():
-    """Under vmap each matrix is quantized on its own; amax gets no gradient."""
-    jax, jnp = (pytest.importorskip(name) for name in ("jax", "jax.numpy"))
-    fake_quantize = wrapper(Jax).fake_quantize
-    settings = FakeQuantSettings("nvfp4-te", pass_through=False)
-    w, amax = ordinary(3, (4, 16, 64)), np.array([1, 2, 3, 40], np.float32)
-    y = jax.jit(jax.vmap(lambda w, a: fake_quantize(w, settings, "w", a)))(w, amax)
-    g = jax.grad(lambda w, a: jnp.sum(jax.vmap(lambda w, a: fake_quantize(w, settings, "w", a))(w, a)), argnums=(0, 1))(w, amax)
-    for i in range(4):
-        assert_same_bits(np.asarray(y[i]), fp4kit.fake_quantize(w[i], "nvfp4-te", tensor_amax=amax[i]))
-        assert_same_bits(np.asarray(g[0][i]), (np.abs(w[i]) <= amax[i]).astype(np.float32))
-    assert_same_bits(np.asarray(g[1]), np.zeros(4, np.float32))
 
 
 def test_parametrized_layers():

@@ -27,7 +27,7 @@ def to_spec(recipe: str | Recipe) -> str:
 def from_spec(spec: str) -> Recipe:
     """The recipe of a string of to_spec; an id or alias, too.
 
-    Raises ValueError for an unknown id and for what is no JSON; what recipes.data.from_data raises for fields that make no recipe.
+    Raises ValueError for an unknown id and for what is no JSON; what from_data raises for fields that make no recipe.
 
     >>> from dataclasses import replace
     >>> variant = replace(find_recipe("mxfp4-ocp"), block=(1, 16))
