@@ -19,6 +19,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
+FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -318,6 +319,18 @@ def assembled(**fields: Any) -> Quantized:
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
+
+
+def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the same."""
+    names = tuple(name for name in PARTS if getattr(q, name) is not None)
+    return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
+
+
+def unflatten(arrays: Any, facts: Any) -> Quantized:
+    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
+    names, *values = facts
+    return assembled(**{**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
 
 
 def _as_shape(shape: Any) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""On a GPU: examples/train_fp4.py gives the losses of the CPU in every bit; examples/torch_autograd.py on CUDA tensors."""
+"""On a GPU: examples/train_fp4.py gives the losses of the CPU in every bit; fp4kit.torch on CUDA tensors."""
+
+import importlib
 
 import numpy as np
 import pytest
@@ -27,13 +29,13 @@ def test_every_loss_is_that_of_the_cpu(name):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_torch_autograd_on_cuda(recipe, dtype):
     torch = pytest.importorskip("torch")
-    from examples.torch_autograd import FakeQuantize
-
+    fp4kit_torch = importlib.import_module("fp4kit.torch")
+    quantized = fp4kit_torch.FakeQuantized(FakeQuantSettings(recipe), "w")
     x, grad = (torch.from_numpy(ordinary(seed)).to(getattr(torch, dtype)) for seed in (1, 2))
     w = x.cuda().requires_grad_()
-    y = FakeQuantize.apply(w, FakeQuantSettings(recipe), "w")
+    y = quantized(w)
     y.backward(grad.cuda())
-    expected = FakeQuantize.apply(x, FakeQuantSettings(recipe), "w")
+    expected = quantized(x)
     assert y.is_cuda and y.dtype == x.dtype
     assert torch.equal(y.detach().cpu().view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(w.grad.cpu(), grad)

@@ -1,5 +1,6 @@
-"""examples/torch_autograd.py and jax_custom_vjp.py: values and gradients are fp4kit's, and so the recorded ones, in every bit."""
+"""fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit; examples."""
 
+import importlib
 import subprocess
 import sys
 from functools import cache
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, ordinary
+from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.check import cases
@@ -27,15 +29,18 @@ class Torch:
 
     def __init__(self):
         pytest.importorskip("torch")
-        from examples import torch_autograd
-
-        self.module = torch_autograd
+        self.module = importlib.import_module("fp4kit.torch")
 
     def __call__(self, w, grad, settings, name="w", amax=None):
         """Value of fake_quantize(w) and gradient for the upstream one."""
-        w = self.module.to_torch(w.copy()).requires_grad_()
-        y = self.module.FakeQuantize.apply(w, settings, name, amax)
-        y.backward(self.module.to_torch(grad.copy()))
+        w = to_torch(w).requires_grad_()
+        if amax is None:
+            y = self.module.FakeQuantized(settings, name)(w)
+        elif settings.is_quantized(name):
+            y = self.module.fake_quantize(w, settings.resolved, tensor_amax=amax, pass_through=settings.pass_through)
+        else:
+            y = w * 1
+        y.backward(to_torch(grad))
         return to_numpy(y), to_numpy(w.grad)
 
 
@@ -44,15 +49,18 @@ class Jax:
 
     def __init__(self):
         self.jax = pytest.importorskip("jax")
-        from examples import jax_custom_vjp
-
-        self.fake_quantize = jax_custom_vjp.fake_quantize
+        self.fake_quantize = importlib.import_module("fp4kit.jax").fake_quantize
 
     def __call__(self, w, grad, settings, name="w", amax=None):
         """Value of fake_quantize(w) and gradient for the upstream one."""
 
+        def read(w, amax):
+            if not settings.is_quantized(name):
+                return w
+            return self.fake_quantize(w, settings.resolved, tensor_amax=amax, pass_through=settings.pass_through)
+
         def both(w, grad, amax):
-            y, pull = self.jax.vjp(lambda w: self.fake_quantize(w, settings, name, amax), w)
+            y, pull = self.jax.vjp(lambda w: read(w, amax), w)
             return y, *pull(grad)
 
         plain, jitted = both(w, grad, amax), self.jax.jit(both)(w, grad, amax)
@@ -69,13 +77,6 @@ def wrapper(kind):
 @pytest.fixture(params=[Torch, Jax], ids=["torch", "jax"])
 def wrapped(request):
     return wrapper(request.param)
-
-
-def to_numpy(tensor):
-    import torch
-
-    tensor = tensor.detach()
-    return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
 @DTYPES
@@ -112,20 +113,6 @@ def test_recorded_gradients(wrapped, recipe, golden):
         assert_same_bits(wrapped(x, upstream, FakeQuantSettings(case.recipe), amax=amax)[1], upstream, case.name)
         compared += 1
     assert compared >= 5
-
-
-def test_vmap_and_a_traced_amax():
-    """Under vmap each matrix is quantized on its own; amax gets no gradient."""
-    jax, jnp = (pytest.importorskip(name) for name in ("jax", "jax.numpy"))
-    fake_quantize = wrapper(Jax).fake_quantize
-    settings = FakeQuantSettings("nvfp4-te", pass_through=False)
-    w, amax = ordinary(3, (4, 16, 64)), np.array([1, 2, 3, 40], np.float32)
-    y = jax.jit(jax.vmap(lambda w, a: fake_quantize(w, settings, "w", a)))(w, amax)
-    g = jax.grad(lambda w, a: jnp.sum(jax.vmap(lambda w, a: fake_quantize(w, settings, "w", a))(w, a)), argnums=(0, 1))(w, amax)
-    for i in range(4):
-        assert_same_bits(np.asarray(y[i]), fp4kit.fake_quantize(w[i], "nvfp4-te", tensor_amax=amax[i]))
-        assert_same_bits(np.asarray(g[0][i]), (np.abs(w[i]) <= amax[i]).astype(np.float32))
-    assert_same_bits(np.asarray(g[1]), np.zeros(4, np.float32))
 
 
 def test_parametrized_layers():

@@ -9,6 +9,7 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.arithmetic import ieee
+from fp4kit.call.outline import Outline
 from fp4kit.formats import FLOATS
 from fp4kit.parts import fitting_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -56,9 +57,11 @@ def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
     return interop.cupy().asarray(checked) if on_device else checked
 
 
-def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> np.ndarray:
+def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
     """A tensor_amax of the host as float32 of its canonical shape: () or (E,), one a row, or one a block."""
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
+    if isinstance(amax, Outline):
+        return amax
     bad = ~(amax >= 0)
     if bad.any():
         what = "NaN" if np.isnan(amax).any() else "negative"
@@ -67,18 +70,22 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 @ieee("amax")
-def as_real(op: str, name: str, amax: Any) -> np.ndarray:
+def as_real(op: str, name: str, amax: Any) -> Any:
     """A real number or array as float32; what is beyond its range becomes infinite, which the rules define."""
-    array = np.asarray(amax)
+    array = amax if isinstance(amax, Outline) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
+    if isinstance(array, Outline):
+        return Outline(array.shape, np.dtype(np.float32))
     with np.errstate(all="ignore"):
         return array.astype(np.float32)
 
 
-def check_clip_amax(op: str, amax: Any) -> np.ndarray:
+def check_clip_amax(op: str, amax: Any) -> Any:
     """The amax that a gradient is clipped at as float32, of any shape: not negative. NaN is one that no x is within."""
     amax = as_real(op, "amax", amax)
+    if isinstance(amax, Outline):
+        return amax
     with np.errstate(invalid="ignore"):
         negative = int(np.count_nonzero(amax < 0))
     if negative:
@@ -119,6 +126,6 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     amax = as_real(op, "block_amax", given)
     if amax.size != prod(wanted):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
-    if np.isnan(amax).any() or (amax < 0).any():
+    if not isinstance(amax, Outline) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
     return amax.reshape(wanted)

@@ -56,8 +56,19 @@ def check_has_codes(op: str, recipe: Recipe) -> None:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
 
+def check_values_dtype(op: str, dtype: Any) -> None:
+    """Values are float32, float16 or bfloat16."""
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: dtype is {dtype}; needs float32, float16 or bfloat16; convert the float32 result further")
+
+
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
     """q, which must be a Quantized, with NumPy or CuPy arrays."""
+    check_is_quantized(op, q, name)
+    return q.imported(op)
+
+
+def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
+    """q must be a Quantized, of arrays of any library."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
-    return q.imported(op)

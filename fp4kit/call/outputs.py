@@ -61,25 +61,25 @@ def check_quantized_out(call: Any) -> None:
             raise ValueError(f"{op}: out has {name} {found}; needs {value}")
     if call.tensor_scale is not None and out.tensor_amax is not None:
         raise ValueError(f"{op}: out has a tensor_amax, which tensor_scale does not tell; needs replace(out, tensor_amax=None)")
-    for name, (shape, dtype) in _parts(call).items():
+    for name, (shape, dtype) in parts(call).items():
         if call.on_device:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
         else:
             check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
 
 
-def _parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each array of a result."""
+def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each array of a result of quantize, by its name in Quantized."""
     shape, r = call.moved.shape, call.recipe
-    parts: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
+    found: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
-        parts["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
+        found["block_scale"] = (padded_shape(scale_shape(shape, r), call.layout), np.dtype(np.uint8))
     if r.tensor_scaling != "none":
         given = call.tensor_amax if call.tensor_scale is None else call.tensor_scale
         covered = tensor_amax_shape(shape, r) if given is None else given.shape
         names = ("tensor_scale", "tensor_amax") if call.tensor_scale is None else ("tensor_scale",)
-        parts |= {name: (covered, np.dtype(np.float32)) for name in names}
-    return parts
+        found |= {name: (covered, np.dtype(np.float32)) for name in names}
+    return found
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:

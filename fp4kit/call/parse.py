@@ -11,6 +11,7 @@ import numpy as np
 
 from fp4kit.call import check
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
+from fp4kit.call.outline import Outline
 from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.call.scales import check_complete, given_block_scale, given_tensor_scale
 from fp4kit.interop import import_arrays, is_array
@@ -41,8 +42,8 @@ class Options(NamedTuple):
 class Call(NamedTuple):
     """A call that was parsed: what an engine needs, and nothing that it has to check.
 
-    x: the array as the engine takes it, NumPy or CuPy. axis: not negative. moved: x with that axis last. tensor_amax,
-    block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
+    x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x with that
+    axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
     fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape of moved. mask: sign
     mask of the Hadamard transform, None for none. out: a Quantized to write to, or None. block_scale, tensor_scale: given,
     uint8 in `layout` and float32 in their canonical shapes; None where the recipe has none, or the call is to find them.
@@ -71,14 +72,14 @@ class Call(NamedTuple):
     @property
     def on_device(self) -> bool:
         """Whether the arrays are CuPy arrays."""
-        return not isinstance(self.x, np.ndarray)
+        return not isinstance(self.x, (np.ndarray, Outline))
 
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
     """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers stay)."""
     r = find_recipe(recipe)
     arrays = {name: a for name, a in given.items() if is_array(a)}
-    x, *imported = import_arrays(op, x=x, **arrays)
+    x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
     given |= dict(zip(arrays, imported, strict=True))
     check.check_float(op, x)
     axis = check.check_axis(op, axis, x.ndim)

@@ -9,7 +9,6 @@ import numpy as np
 from fp4kit.call import check
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.cuda import prepared
-from fp4kit.formats import FLOATS
 from fp4kit.libraries import comes_home, numpy_dtype
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
@@ -43,8 +42,7 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     like = q
     q, out = check.check_quantized("dequantize", q), import_out("dequantize", out)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    if wanted not in FLOATS:
-        raise TypeError(f"dequantize: dtype is {wanted}; needs float32, float16 or bfloat16; convert the float32 result further")
+    check.check_values_dtype("dequantize", wanted)
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)
     if key is not None:

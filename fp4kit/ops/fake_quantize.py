@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,9 @@ def fake_quantize_backward(
 
         pass_through: grad        otherwise: grad where |x| <= amax, else 0
 
-    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), or one per block; None for
-    what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is compared in float32, never rounded to x's dtype.
-    On a GPU all arrays are there, and amax is a number or a float32 array.
+    grad: float32, float16 or bfloat16, shape of x. amax: float32 (), one per row of x (axis last), one per block, or (E,), one
+    per expert, as tensor_amax of quantize; None for what the recipe's tensor scale uses (MX recipes: the tensor's amax). It is
+    compared in float32, never rounded to x's dtype. On a GPU all arrays are there, and amax is a number or a float32 array.
     Returns grad itself with pass_through, else a new array of grad's shape and dtype.
     Raises ValueError if the shapes differ, amax fits neither, or is negative (on a GPU a device array is not read); TypeError for
         other dtypes.
@@ -102,12 +103,14 @@ def clip_amax(call: Call, given: Any) -> Any:
 
 def _reshape_clip_amax(amax: Any, call: Call) -> Any:
     lead = call.moved.shape[:-1]
-    rows = int(np.prod(lead))
-    blocks = int(np.prod(scale_shape(call.moved.shape, call.recipe)[-1:]))
+    rows = prod(lead)
+    blocks = scale_shape(call.moved.shape, call.recipe)[-1]
     if amax.size == 1:
         return amax.reshape(1, 1)
-    if amax.shape in (lead, (*lead, 1), (rows, 1)):
+    if amax.shape == (rows, 1) or (amax.shape[: len(lead)] == lead and amax.size == rows):
         return amax.reshape(rows, 1)
+    if call.recipe.tensor_scaling == "tensor" and len(lead) > 1 and amax.shape[:1] == lead[:1] and amax.size == lead[0]:
+        return amax.reshape(lead[0], 1).repeat(prod(lead[1:]), axis=0)
     if call.recipe.block and amax.size == rows * blocks:
         return amax.reshape(rows, blocks)
     raise ValueError(

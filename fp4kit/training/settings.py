@@ -119,7 +119,7 @@ class FakeQuantSettings:
         recipe = self.resolved
         if recipe is None or not self.is_quantized(name):
             return w
-        with _naming(name):
+        with naming(name):
             return fake_quantize(w, recipe, tensor_amax=tensor_amax)
 
     def backward(self, name: str, grad: Any, w: Any, *, amax: Any = None) -> Any:
@@ -130,12 +130,12 @@ class FakeQuantSettings:
         recipe = self.resolved
         if recipe is None or self.pass_through or not self.is_quantized(name):
             return grad
-        with _naming(name):
+        with naming(name):
             return fake_quantize_backward(grad, w, recipe, amax=amax, pass_through=False)
 
 
 @contextmanager
-def _naming(parameter: str) -> Iterator[None]:
+def naming(parameter: str) -> Iterator[None]:
     """Errors begin with the parameter's name."""
     try:
         yield

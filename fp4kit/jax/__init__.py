@@ -1,0 +1,27 @@
+"""fp4kit for JAX: differentiable operations under jit, grad and vmap, imported only by name.
+
+    import fp4kit.jax
+
+fake_quantize and fake_quantize_grouped have gradients; quantize and dequantize give and take a Quantized, which is a pytree.
+"""
+
+from typing import Any
+
+import jax
+
+from fp4kit.jax.codes import dequantize, quantize
+from fp4kit.jax.functions import fake_quantize
+from fp4kit.jax.groups import fake_quantize_grouped
+from fp4kit.quantized import Quantized, flatten, unflatten
+
+__all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "quantize"]
+
+
+def _with_keys(q: Quantized) -> tuple[Any, Any]:
+    arrays, facts = flatten(q)
+    return [(jax.tree_util.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
+
+
+jax.tree_util.register_pytree_with_keys(
+    Quantized, _with_keys, lambda facts, arrays: unflatten(arrays, facts), lambda q: flatten(q)
+)

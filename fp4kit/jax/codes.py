@@ -1,0 +1,90 @@
+"""quantize and dequantize of fp4kit.jax."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+
+import fp4kit
+from fp4kit.call import check
+from fp4kit.call.outputs import parts
+from fp4kit.call.parse import Hadamard, Options, quantize_call
+from fp4kit.jax.calls import is_traced, on_host, outline
+from fp4kit.jax.functions import as_jax
+from fp4kit.libraries import numpy_dtype
+from fp4kit.quantized import Quantized, flatten, unflatten
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
+
+
+def quantize(
+    x: Any,
+    recipe: str | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    scale_layout: str = "linear",
+    rounding: str = "nearest",
+    seed: Any = None,
+    hadamard: Hadamard = False,
+    block_amax: Any = None,
+) -> Quantized:
+    """fp4kit.quantize of an array of JAX, under jax.jit too: codes and scales in a Quantized, which is a pytree.
+
+    x: float32, float16 or bfloat16 array. The other arguments are those of fp4kit.quantize; seed as in fake_quantize here.
+    Returns Quantized of arrays on the device of x. It may be argument and result of jitted functions, and goes through jax.tree
+        and jax.device_put; its arrays are the leaves, all else is static. Under jax.vmap its arrays have one more axis than its
+        shape says, until dequantize under jax.vmap takes it away.
+    While JAX traces it is a jax.pure_callback, as fake_quantize is. Gradients stop here.
+    Raises what fp4kit.quantize raises; what depends on shapes and dtypes also while it is traced.
+
+    >>> q = jax.jit(lambda x: quantize(x, "mxfp4"))(jax.numpy.array([[0.5, -6.0] * 16]))
+    >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
+    (241, [[127]], (1, 32))
+    """
+    x = as_jax("quantize", x)
+    r, axis = find_recipe(recipe), operator.index(axis)
+
+    def run(x: Any, tensor_amax: Any, block_amax: Any, seed: Any) -> Quantized:
+        random = int(seed) if getattr(seed, "ndim", None) == 0 else seed
+        options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": random, "hadamard": hadamard}
+        return fp4kit.quantize(x, r, axis=axis, tensor_amax=tensor_amax, block_amax=block_amax, **options)
+
+    if not is_traced(x, tensor_amax, block_amax, seed):
+        return run(x, tensor_amax, block_amax, seed)
+    random = 0 if getattr(seed, "ndim", None) == 0 else outline(seed)
+    given = outline(tensor_amax), outline(block_amax)
+    options = Options(scale_layout, rounding, random, hadamard)
+    call = quantize_call("quantize", outline(x), r, axis, options, tensor_amax=given[0], block_amax=given[1])
+    found = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}
+    number = seed if isinstance(seed, int) else None  # of 64 bits, which an array of JAX need not have
+
+    def codes(x: Any, tensor_amax: Any, block_amax: Any, seed: Any) -> dict[str, Any]:
+        q = run(x, tensor_amax, block_amax, seed if number is None else number)
+        return {name: getattr(q, name) for name in found}
+
+    arrays = on_host(codes, found, x, tensor_amax, block_amax, None if number is not None else seed)
+    return unflatten(arrays.values(), (tuple(arrays), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
+
+
+def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
+    """fp4kit.dequantize to an array of JAX, under jax.jit too. Gradients stop here.
+
+    q: a Quantized of JAX's arrays. dtype: float32, float16 or bfloat16; None for that of the array that was quantized.
+    Returns a new array of q.shape. Raises TypeError for anything but a Quantized, and for another dtype.
+
+    >>> q = quantize(jax.numpy.array([[0.3, -5.0] * 16]), "mxfp4")
+    >>> jax.jit(dequantize)(q)[0, :2].tolist()
+    [0.5, -4.0]
+    """
+    check.check_is_quantized("dequantize", q)
+    wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
+    check.check_values_dtype("dequantize", wanted)
+    arrays, facts = flatten(q)
+    if not is_traced(q):
+        values: Any = fp4kit.dequantize(q, wanted)
+        return values
+    result = jax.ShapeDtypeStruct(q.shape, wanted)
+    return on_host(lambda *arrays: fp4kit.dequantize(unflatten(arrays, facts), wanted), result, *arrays)

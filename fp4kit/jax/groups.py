@@ -1,0 +1,95 @@
+"""Grouped operations of fp4kit.jax: lists of arrays in one call."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+
+import fp4kit
+from fp4kit.call.each import each
+from fp4kit.jax.calls import is_traced, like, on_host
+from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
+from fp4kit.ops.grouped_plan import per_tensor
+from fp4kit.recipes import Recipe
+
+
+def fake_quantize_grouped(
+    xs: Any,
+    recipe: str | Recipe,
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+    rounding: str = "nearest",
+    seed: Any = None,
+    pass_through: bool = True,
+    amax: Any = None,
+) -> list[jax.Array]:
+    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit, differentiable; one launch on a GPU.
+
+    xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts, or one stacked array (experts first).
+    tensor_amax, block_amax, amax: None, or one for each x: a sequence, or an array whose first axis is as long.
+    The other arguments, what it works under, and where it runs, are those of fake_quantize: while JAX traces, one callback.
+    Returns a list of new arrays. Raises what fp4kit.fake_quantize_grouped raises.
+
+    >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
+    >>> [y[0, 0].item() for y in fake_quantize_grouped(experts, "nvfp4")]
+    [0.30000001192092896, 3.0]
+    """
+    op = "fake_quantize_grouped"
+    xs = [as_jax(op, x, f"xs[{i}]") for i, x in enumerate(xs)]
+    how, seed = how_of(recipe, axis, rounding, seed, pass_through)
+    names = {"tensor_amax": tensor_amax, "block_amax": block_amax, "amax": amax}
+    columns = {name: None if a is None else per_tensor(op, name, a, len(xs)) for name, a in names.items()}
+    given = Amaxes(**columns, seed=seed)
+    each(op, lambda x, row: check_fake(op, how, x, row), xs, _rows(xs, given))
+    return list(_fake_quantize_grouped(how, xs, given))
+
+
+def _rows(xs: list[Any], given: Amaxes) -> list[Amaxes]:
+    """What was given for each array."""
+    columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
+    return [Amaxes(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fake_quantize_grouped(how: How, xs: Any, given: Amaxes) -> Any:
+    """fake_quantize_grouped, and its gradient below."""
+
+    def run(xs: Any, given: Amaxes) -> Any:
+        options = {"axis": how.axis, "rounding": how.rounding, "seed": seed_of(how, given.seed)}
+        return fp4kit.fake_quantize_grouped(xs, how.recipe, tensor_amax=given.tensor_amax, block_amax=given.block_amax, **options)
+
+    return on_host(run, list(map(like, xs)), xs, given) if is_traced(xs, given) else run(xs, given)
+
+
+def _forward(how: How, xs: Any, given: Amaxes) -> tuple[Any, Any]:
+    limits = given.tensor_amax if given.amax is None else given.amax
+    return _fake_quantize_grouped(how, xs, given), None if how.pass_through else (xs, limits)
+
+
+def _backward(how: How, kept: Any, grads: Any) -> tuple[Any, None]:
+    return grads if how.pass_through else _clip(how, grads, *kept), None
+
+
+_fake_quantize_grouped.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
+    """The clipped gradients, which are linear in grads, and constant in xs almost everywhere."""
+
+    def run(grads: Any, xs: Any, amaxes: Any) -> Any:
+        options = {"axis": how.axis, "amax": amaxes, "pass_through": False}
+        return fp4kit.fake_quantize_grouped_backward(grads, xs, how.recipe, **options)
+
+    traced = is_traced(grads, xs, amaxes)
+    return on_host(run, list(map(like, grads)), grads, xs, amaxes) if traced else run(grads, xs, amaxes)
+
+
+_clip.defvjp(
+    lambda how, grads, xs, amaxes: (_clip(how, grads, xs, amaxes), (xs, amaxes)),
+    lambda how, kept, grads: (_clip(how, grads, *kept), None, None),
+)

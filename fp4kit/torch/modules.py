@@ -1,0 +1,90 @@
+"""Fake quantization of the parameters of modules: a parametrization, and what puts it where settings ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp4kit.recipes.spec import to_spec
+from fp4kit.torch.functions import fake_quantize
+from fp4kit.torch.operators import check_fake
+from fp4kit.training.settings import FakeQuantSettings, naming
+
+
+class FakeQuantized(torch.nn.Module):
+    """A parametrization: the parameter is read fake-quantized, and the optimizer updates the original.
+
+    settings: which recipe, block size and gradient. name: of the parameter; one that the settings leave out is read as it is.
+    torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings, "layer.weight")) puts it there,
+    and remove_parametrizations(layer, "weight", leave_parametrized=...) takes it away.
+
+    >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
+    0.25
+    """
+
+    def __init__(self, settings: FakeQuantSettings, name: str) -> None:
+        super().__init__()
+        self.settings, self.name = settings, name
+        recipe = settings.resolved
+        self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{self.name!r}, {self._spec}, pass_through={self.settings.pass_through}"
+
+    def forward(self, w: torch.Tensor) -> torch.Tensor:
+        """What the layer computes with: fake_quantize(w), or w itself."""
+        return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
+
+
+def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
+    """Fake-quantize every parameter of a model that the settings name, by a parametrization; returns their names.
+
+    model: is changed in place; layer.weight is then fake-quantized, layer.parametrizations.weight.original what is trained. Tied
+        parameters are quantized under each of their names that the settings match, and stay tied.
+    Raises what fake_quantize raises, with the parameter's name before it, and ValueError for a parameter that is fake-quantized
+        already; the model is then as it was.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
+    >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
+    ['0.weight']
+    """
+    found = [place for place in _parameters(model) if settings.is_quantized(place[0])]
+    recipe = settings.resolved
+    for name, module, leaf in found:
+        _check(name, module, leaf)
+        with naming(name):
+            check_fake("fake_quantize", getattr(module, leaf), to_spec(recipe), -1, (None, None), ("nearest", None), (None, True))
+    for name, module, leaf in found:
+        parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
+    return [name for name, _, _ in found]
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Name, module and name therein of every parameter, parametrized ones by the name under which they are read."""
+    inside = {id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)}
+    for prefix, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
+        parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*own, *parametrizations))
+
+
+def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    found: Any = module.parametrizations
+    return found.modules()
+
+
+def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
+    if not parametrize.is_parametrized(module, leaf):
+        return
+    parametrizations: Any = module.parametrizations
+    if any(isinstance(part, FakeQuantized) for part in parametrizations[leaf]):
+        raise ValueError(
+            f"fake_quantize_model: {name} is fake-quantized already; leave it out of the settings, or take the parametrization "
+            "away first, with torch.nn.utils.parametrize.remove_parametrizations"
+        )

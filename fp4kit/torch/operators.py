@@ -1,0 +1,169 @@
+"""fp4kit's operations on single tensors as operators of PyTorch: torch.ops.fp4kit.fake_quantize, ...
+
+Each has its implementation, which is fp4kit's own function; a meta implementation, which makes the same checks on shapes and
+dtypes and gives empty tensors; its gradient; and its meaning under vmap, that of a loop.
+
+An operator takes strings, numbers and tensors: a recipe is recipes.spec.to_spec's string, and seed a tensor, uint8 bytes of
+the shape of x or a 0-d integer on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fp4kit
+from fp4kit.call.parse import Call, Options, backward_call, fake_call
+from fp4kit.ops.fake_quantize import check_rounding, clip_amax
+from fp4kit.recipes.spec import from_spec
+from fp4kit.torch.tensors import check_devices, detached, outline, own
+
+
+def seed_of(seed: Tensor | None) -> Any:
+    """The seed as fp4kit takes it."""
+    return None if seed is None else int(seed) if seed.ndim == 0 else seed.detach()
+
+
+def seed_outline(seed: Tensor | None) -> Any:
+    """The seed as a check takes it: any number for a number."""
+    return 0 if seed is not None and seed.ndim == 0 else outline(seed)
+
+
+def empty(like: Tensor, call: Call) -> Tensor:
+    """Values for the array of a call as the engines lay them out: contiguous with the quantized axis last."""
+    return like.new_empty(call.moved.shape).movedim(-1, call.axis)
+
+
+def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
+    """What an argument is at each place of the axis that vmap maps. The gradient of unbind is a stack, which keeps -0."""
+    if isinstance(argument, (list, tuple)):
+        parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
+        return [[part[i] for part in parts] for i in range(count)]
+    return [argument] * count if dim is None else argument.unbind(dim)
+
+
+def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """vmap of an operator: a loop over the mapped axis."""
+
+    def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
+        columns = [_entries(a, d, info.batch_size) for a, d in zip(arguments, dims, strict=True)]
+        found = [operator(*entries) for entries in zip(*columns, strict=True)]
+        if isinstance(found[0], Tensor):
+            return torch.stack(found), 0
+        return [torch.stack(tensors) for tensors in zip(*found, strict=True)], [0] * len(found[0])
+
+    return mapped
+
+
+# ---- fake_quantize --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("fp4kit::fake_quantize", mutates_args=())
+def fake_quantize(
+    x: Tensor,
+    recipe: str,
+    axis: int,
+    tensor_amax: Tensor | None,
+    block_amax: Tensor | None,
+    rounding: str,
+    seed: Tensor | None,
+    amax: Tensor | None,
+    pass_through: bool,
+) -> Tensor:
+    """fp4kit.fake_quantize; amax and pass_through are those of its gradient, fp4kit.fake_quantize_backward."""
+    x = x.detach()
+    if not pass_through and amax is not None:
+        check_backward("fake_quantize", x, x, recipe, axis, amax)
+    amaxes = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
+    return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=rounding, seed=seed_of(seed), **amaxes))
+
+
+def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
+    """The call of a clipped gradient, if it is right."""
+    check_devices(op, grad=grad, x=x, amax=amax)
+    call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
+    clip_amax(call, given)
+    return call
+
+
+def check_fake(
+    op: str,
+    x: Tensor,
+    recipe: str,
+    axis: int,
+    amaxes: tuple[Tensor | None, Tensor | None],
+    random: tuple[str, Tensor | None],
+    clip: tuple[Tensor | None, bool],
+) -> Call:
+    """The call of a fake quantization, if it is right. amaxes: of the tensor and of blocks. random: rounding and seed.
+
+    clip: amax of the gradient, and whether it is straight-through.
+    """
+    r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
+    check_rounding(op, r, rounding, seed_outline(seed))
+    check_devices(op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None)
+    tensor_amax, block_amax = map(outline, amaxes)
+    options = Options(rounding=rounding, seed=seed_outline(seed))
+    call = fake_call(op, outline(x), r, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)
+    if not pass_through and amax is not None:
+        check_backward(op, x, x, recipe, axis, amax)
+    return call
+
+
+@fake_quantize.register_fake
+def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
+    tensor_amax, block_amax, *random, amax, pass_through = rest
+    clip = amax, pass_through
+    return empty(x, check_fake("fake_quantize", x, recipe, axis, (tensor_amax, block_amax), tuple(random), clip))
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What the gradient of fake_quantize needs."""
+    x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
+    ctx.how, ctx.pass_through = (recipe, axis), pass_through
+    if not pass_through:
+        ctx.save_for_backward(x, tensor_amax if amax is None else amax)
+
+
+def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
+    """Gradient of fake_quantize: grad, or clipped. clip: fake_quantize_backward in another form."""
+    if ctx.pass_through:
+        return grad, *[None] * 8
+    x, amax = ctx.saved_tensors
+    return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 8
+
+
+fake_quantize.register_autograd(backward, setup_context=keep)
+fake_quantize.register_vmap(loop_over(fake_quantize))
+
+
+@torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
+def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
+    """fp4kit.fake_quantize_backward, clipped."""
+    options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
+    return own(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
+
+
+@fake_quantize_backward.register_fake
+def _(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
+    return empty(grad, check_backward("fake_quantize_backward", grad, x, recipe, axis, amax))
+
+
+def keep_clip(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """What the gradient of fake_quantize_backward needs."""
+    _, x, recipe, axis, amax = inputs
+    ctx.how = recipe, axis
+    ctx.save_for_backward(x, amax)
+
+
+def backward_of_clip(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
+    """Clipping is linear in the gradient, and constant in x almost everywhere."""
+    x, amax = ctx.saved_tensors
+    return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4
+
+
+fake_quantize_backward.register_autograd(backward_of_clip, setup_context=keep_clip)
+fake_quantize_backward.register_vmap(loop_over(fake_quantize_backward))

@@ -1,0 +1,44 @@
+"""Tensors of PyTorch as fp4kit's checks see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp4kit.call.outline import Outline
+from fp4kit.formats import FLOATS
+from fp4kit.interop import check_one_device
+from fp4kit.libraries import numpy_dtype
+
+NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # the dtypes of what is quantized, and of values
+TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
+
+
+def outline(tensor: torch.Tensor | None) -> Outline | None:
+    """Shape and dtype of a tensor, whose lengths may be symbols."""
+    return None if tensor is None else Outline(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
+
+
+def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raise ValueError unless all tensors are on one device."""
+    found = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
+    if len({tensor.device for tensor in found.values()}) > 1:
+        check_one_device(op, **found)
+
+
+def check_tensor(op: str, x: Any, name: str = "x") -> None:
+    """Raise TypeError for anything but a tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries")
+
+
+def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor as fp4kit takes it: its gradient is the operator's business."""
+    return None if tensor is None else tensor.detach()
+
+
+def own(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
+    """A result with memory of its own, which operators must return: a copy of what was given."""
+    taken = {g.data_ptr() for g in given if g is not None}
+    return result.clone(memory_format=torch.contiguous_format) if result.data_ptr() in taken else result

@@ -1,0 +1,384 @@
+"""fp4kit.torch: values and gradients are fp4kit's in every bit, for every recipe; errors; parametrized models; lifetimes."""
+
+import copy
+import doctest
+import gc
+import importlib
+import re
+import threading
+import tracemalloc
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from inputs import BF16, NAMES, STOCHASTIC, ordinary
+from tensors import to_numpy, to_torch
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized import PARTS
+from fp4kit.recipes import RECIPES
+from fp4kit.training.settings import FakeQuantSettings
+
+torch = pytest.importorskip("torch")
+ft = importlib.import_module("fp4kit.torch")
+
+X = ordinary(1, (64, 128))
+STACK = ordinary(2, (3, 32, 64))
+VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
+DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
+rng = np.random.default_rng(5)
+
+
+def both(function, x, grad):
+    """Value and gradient of a function of a tensor."""
+    w = to_torch(x).requires_grad_()
+    y = function(w)
+    y.backward(to_torch(grad))
+    return to_numpy(y), to_numpy(w.grad)
+
+
+def same_quantized(q, expected):
+    for name in PARTS:
+        array, wanted = getattr(q, name), getattr(expected, name)
+        assert (array is None) == (wanted is None), name
+        if wanted is not None:
+            assert isinstance(array, torch.Tensor), name
+            assert_same_bits(to_numpy(array), np.asarray(wanted), name)
+    for name in ("shape", "dtype", "axis", "recipe", "scale_layout"):
+        assert getattr(q, name) == getattr(expected, name), name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("axis", [-1, 0])
+@DTYPES
+def test_every_recipe(name, axis, dtype):
+    """Forward, both gradients, codes and values equal those of NumPy arrays."""
+    shape = (128, 128)
+    x, grad = ordinary(1, shape, dtype), ordinary(3, shape, dtype)
+    if name in NAMES:
+        q = fp4kit.quantize(x, name, axis=axis)
+        same_quantized(ft.quantize(to_torch(x), name, axis=axis), q)
+        assert_same_bits(to_numpy(ft.dequantize(ft.quantize(to_torch(x), name, axis=axis))), fp4kit.dequantize(q))
+    expected = fp4kit.fake_quantize(x, name, axis=axis)
+    for pass_through in (True, False):
+        y, g = both(lambda w, p=pass_through: ft.fake_quantize(w, name, axis=axis, pass_through=p), x, grad)
+        assert_same_bits(y, expected)
+        assert_same_bits(g, fp4kit.fake_quantize_backward(grad, x, name, axis=axis, pass_through=pass_through))
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_the_same_seed_gives_the_same_bits(name):
+    random = rng.integers(0, 256, X.shape, np.uint8)
+    for seed in (0, 7, -3, 2**63, 2**64 - 1, 3 * 2**64 + 11):
+        expected = fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed) if RECIPES[name].fake_rule is None else None
+        if expected is None:
+            with pytest.raises(ValueError, match=r"fake_quantize: .* rounds to nearest only"):
+                ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=seed)
+            return
+        assert_same_bits(to_numpy(ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=seed)), expected)
+    for seed in (7, random):
+        expected = fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed)
+        found = ft.fake_quantize(to_torch(X), name, rounding="stochastic", seed=torch.tensor(seed))
+        assert_same_bits(to_numpy(found), expected)
+        same_quantized(
+            ft.quantize(to_torch(X), name, rounding="stochastic", seed=torch.tensor(seed)),
+            fp4kit.quantize(X, name, rounding="stochastic", seed=seed),
+        )
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str)
+def test_clipped_at_the_amax_that_is_used(recipe):
+    """amax, else tensor_amax, else what the recipe computes; given as a number, an array or a tensor."""
+    takes = fp4kit.recipe(recipe).tensor_scaling == "tensor"
+    for tensor_amax in (None, 2.5, np.float32(2.5), torch.tensor(2.5), 3) if takes else (None,):
+        for amax in (None, 1.5, torch.tensor(1.5)):
+            options = {"tensor_amax": tensor_amax, "amax": amax}
+            y, g = both(lambda w, o=options: ft.fake_quantize(w, recipe, pass_through=False, **o), X, X)
+            limit = tensor_amax if amax is None else amax
+            limit, given = (None if a is None else np.float32(a) for a in (limit, tensor_amax))
+            assert_same_bits(y, fp4kit.fake_quantize(X, recipe, tensor_amax=given))
+            assert_same_bits(g, fp4kit.fake_quantize_backward(X, X, recipe, amax=limit, pass_through=False))
+            assert limit is None or (g != X).any()
+
+
+def test_amaxes_of_experts_and_rows_clip_too():
+    experts = np.array([0.5, 1, 40], np.float32)
+    y, g = both(lambda w: ft.fake_quantize(w, "nvfp4-te", tensor_amax=experts, pass_through=False), STACK, STACK)
+    for i, amax in enumerate(experts):
+        assert_same_bits(y[i], fp4kit.fake_quantize(STACK[i], "nvfp4-te", tensor_amax=amax))
+        assert_same_bits(g[i], np.where(np.abs(STACK[i]) <= amax, STACK[i], np.float32(0)))
+    row = next(r.id for r in RECIPES.values() if r.tensor_scaling == "row")
+    rows = np.abs(X).max(1) / 2
+    for shape in ((64,), (64, 1), (64, 1, 1)):
+        _, g = both(lambda w, s=shape: ft.fake_quantize(w, row, tensor_amax=rows.reshape(s), pass_through=False), X, X)
+        assert_same_bits(g, np.where(np.abs(X) <= rows[:, None], X, np.float32(0)))
+
+
+def test_gradients_are_those_of_the_rule():
+    """gradcheck's way: the Jacobian is diagonal, ones or the mask; its own derivative is the mask again."""
+    x = to_torch(X[:2, :32]).requires_grad_()
+    jacobian = torch.autograd.functional.jacobian(lambda x: ft.fake_quantize(x, "nvfp4-te"), x).reshape(64, 64)
+    assert torch.equal(jacobian, torch.eye(64))
+    clip = {"pass_through": False, "amax": 1.0}
+    jacobian = torch.autograd.functional.jacobian(lambda x: ft.fake_quantize(x, "nvfp4-te", **clip), x).reshape(64, 64)
+    mask = (x.detach().abs() <= 1).float()
+    assert torch.equal(jacobian, torch.diag(mask.reshape(-1))) and 0 < mask.mean() < 1
+    grad = torch.randn(2, 32, requires_grad=True)
+    (g,) = torch.autograd.grad(ft.fake_quantize(x, "nvfp4-te", **clip), x, grad, create_graph=True)
+    again = torch.autograd.grad(g, (grad, x), torch.full_like(g, 3), allow_unused=True)
+    assert torch.equal(again[0], 3 * mask) and again[1] is None
+
+
+def test_special_values():
+    """Zeros of both signs, subnormals, infinities, NaN and the largest numbers, under every mode of the thread."""
+    specials = np.array([0, -0.0, 1e-45, -1e-38, np.inf, -np.inf, np.nan, 3.4e38] * 4, np.float32).reshape(1, 32)
+    for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-flashinfer"):
+        y, g = both(lambda w, n=name: ft.fake_quantize(w, n, pass_through=False, amax=float("inf")), specials, specials)
+        assert_same_bits(y, fp4kit.fake_quantize(specials, name))
+        assert_same_bits(g, np.where(np.isnan(specials), np.float32(0), specials))
+    try:
+        torch.set_flush_denormal(True)
+        assert_same_bits(to_numpy(ft.fake_quantize(to_torch(specials), "mxfp4-ocp")), fp4kit.fake_quantize(specials, "mxfp4-ocp"))
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (4, 0), (32,), (2, 3, 4, 32)])
+def test_shapes(shape):
+    x = rng.standard_normal(shape).astype(np.float32)
+    y, g = both(lambda w: ft.fake_quantize(w, "nvfp4-te", pass_through=False), x, x)
+    assert_same_bits(y, fp4kit.fake_quantize(x, "nvfp4-te"))
+    assert_same_bits(g, fp4kit.fake_quantize_backward(x, x, "nvfp4-te", pass_through=False))
+    same_quantized(ft.quantize(to_torch(x), "nvfp4-te"), fp4kit.quantize(x, "nvfp4-te"))
+
+
+def test_strides_and_inputs_are_left_alone():
+    x = to_torch(X)
+    before = x.clone()
+    for view in (x.T, x[::2], x[:, 32:96], x.view(2, 32, 128).permute(1, 0, 2), x[:1].expand(5, 128)):
+        array = view.numpy()
+        assert_same_bits(to_numpy(ft.fake_quantize(view, "nvfp4-te")), fp4kit.fake_quantize(array, "nvfp4-te"))
+        same_quantized(ft.quantize(view, "nvfp4-te"), fp4kit.quantize(array, "nvfp4-te"))
+    assert torch.equal(x, before)
+
+
+def test_quantize_options_and_dtypes():
+    x, amax = to_torch(X), torch.tensor(3.0)
+    options = {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0}
+    q = ft.quantize(x.clone().requires_grad_(), "nvfp4-te", tensor_amax=amax, **options)
+    same_quantized(q, fp4kit.quantize(X, "nvfp4-te", tensor_amax=np.float32(3), **options))
+    assert not any(getattr(q, name).requires_grad for name in PARTS) and q.tensor_amax.data_ptr() != amax.data_ptr()
+    q = ft.quantize(x, VARIANT)
+    for dtype, numpy_dtype in ((torch.float16, np.float16), (torch.bfloat16, BF16), (None, np.float32)):
+        assert_same_bits(to_numpy(ft.dequantize(q, dtype)), fp4kit.dequantize(fp4kit.quantize(X, VARIANT), numpy_dtype))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-flashinfer", "int4-qat", VARIANT], ids=str)
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_groups_are_loops(recipe, pass_through):
+    arrays = [ordinary(i, shape) for i, shape in enumerate([(4, 128), (0, 128), (64, 256), (1, 128)])]
+    given = [None, [1.0, 2.0, np.float32(3), torch.tensor(4.0)], torch.tensor([1.0, 2, 3, 4])]
+    for amaxes in given if fp4kit.recipe(recipe).tensor_scaling == "tensor" and recipe != "int4-qat" else [None]:
+        xs = [to_torch(a).requires_grad_() for a in arrays]
+        ys = ft.fake_quantize_grouped(xs, recipe, tensor_amax=amaxes, pass_through=pass_through)
+        torch.autograd.backward(ys, [to_torch(a) for a in arrays])
+        for i, (x, y, a) in enumerate(zip(xs, ys, arrays, strict=True)):
+            amax = None if amaxes is None else float(amaxes[i])
+            one = both(lambda w, m=amax: ft.fake_quantize(w, recipe, tensor_amax=m, pass_through=pass_through), a, a)
+            assert_same_bits(to_numpy(y), one[0])
+            assert_same_bits(to_numpy(x.grad), one[1])
+    stacked = ft.fake_quantize_grouped(to_torch(STACK).repeat(1, 1, 2), recipe)
+    assert [y.shape for y in stacked] == [(32, 128)] * 3
+    assert ft.fake_quantize_grouped([], recipe) == []
+
+
+def test_a_group_of_which_one_result_is_used():
+    xs = [torch.ones(2, 32, requires_grad=True) for _ in range(2)]
+    ft.fake_quantize_grouped(xs, "nvfp4-te", pass_through=False, amax=[1.0, 1.0])[0].sum().backward()
+    assert torch.equal(xs[0].grad, torch.ones(2, 32)) and not xs[1].grad.any()
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------------
+
+T = to_torch(X)
+BAD = {
+    "length": (lambda x: ft.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33; nvfp4-te"),
+    "dtype": (lambda x: ft.fake_quantize(x.double(), "nvfp4-te"), TypeError, "fake_quantize: x is float64; needs float32"),
+    "recipe": (lambda x: ft.fake_quantize(x, "nvfp5"), ValueError, "recipe: no recipe is called 'nvfp5'; did you mean"),
+    "axis": (lambda x: ft.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 of a 2-d array; needs -2 to 1"),
+    "0-d": (lambda x: ft.fake_quantize(x[0, 0], "nvfp4"), ValueError, "fake_quantize: x is 0-d; blocks run along an axis"),
+    "rounding": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'; needs"),
+    "no seed": (lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic rounding"),
+    "seed": (lambda x: ft.fake_quantize(x, "nvfp4", seed=3), ValueError, "fake_quantize: seed was given with rounding='nearest'"),
+    "bytes": (
+        lambda x: ft.fake_quantize(x, "nvfp4", rounding="stochastic", seed=torch.zeros(3, dtype=torch.uint8)), ValueError,
+        "fake_quantize: seed is uint8 (3,); random bytes need uint8 (64, 128), or pass an int",
+    ),
+    "no amax": (lambda x: ft.fake_quantize(x, "mxfp4", tensor_amax=1.0), ValueError, "fake_quantize: tensor_amax was given"),
+    "amax": (
+        lambda x: ft.fake_quantize(x, "nvfp4", tensor_amax=torch.ones(3)), ValueError,
+        "fake_quantize: tensor_amax has shape (3,); nvfp4-te needs ()",
+    ),
+    "clip": (
+        lambda x: ft.fake_quantize(x, "nvfp4", amax=torch.ones(3), pass_through=False), ValueError,
+        "fake_quantize: amax has shape (3,); x (64, 128) needs (), (64,) (rows) or (64, 8) (blocks)",
+    ),
+    "block_amax": (
+        lambda x: ft.fake_quantize(x, "nvfp4", block_amax=torch.ones(64, 8)), ValueError,
+        "fake_quantize: block_amax was given, but nvfp4-te takes it from x",
+    ),
+    "codes": (lambda x: ft.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake quantizer"),
+    "layout": (lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'; needs"),
+    "hadamard": (lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"), ValueError, "quantize: hadamard is 'maybe'; needs"),
+    "group": (
+        lambda x: ft.fake_quantize_grouped([x, x[:, :33]], "nvfp4"), ValueError,
+        "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",
+    ),
+    "amaxes": (
+        lambda x: ft.fake_quantize_grouped([x, x], "nvfp4", tensor_amax=[1.0]), ValueError,
+        "fake_quantize_grouped: tensor_amax has 1 entries and xs 2 arrays; needs one for each",
+    ),
+    "values": (
+        lambda x: ft.dequantize(ft.quantize(x, "nvfp4"), torch.float64), TypeError,
+        "dequantize: dtype is float64; needs float32, float16 or bfloat16",
+    ),
+    "array": (lambda x: ft.fake_quantize(X, "nvfp4"), TypeError, "fake_quantize: x is ndarray; needs a torch.Tensor; "),
+    "list": (lambda x: ft.fake_quantize_grouped([x, X], "nvfp4"), TypeError, "fake_quantize_grouped: xs[1] is ndarray; "),
+    "codes of arrays": (
+        lambda x: ft.dequantize(fp4kit.quantize(X, "nvfp4")), TypeError, "dequantize: q.packed is ndarray; needs a torch.Tensor",
+    ),
+    "no Quantized": (lambda x: ft.dequantize(x), TypeError, "dequantize: q is "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_before_any_work(case):
+    call, kind, text = BAD[case]
+    with pytest.raises(kind, match="^" + re.escape(text)):
+        call(T)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_the_same_errors_while_tracing(case):
+    """On tensors without values: the meta implementation raises them."""
+    from torch._subclasses import FakeTensorMode
+
+    call, kind, text = BAD[case]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(kind, match="^" + re.escape(text)):
+        call(mode.from_tensor(T))
+
+
+def test_values_of_amaxes_are_checked_when_they_are_there():
+    with pytest.raises(ValueError, match=r"fake_quantize: tensor_amax holds 1 NaN value\(s\) of 1; needs amax >= 0"):
+        ft.fake_quantize(T, "nvfp4", tensor_amax=float("nan"))
+    w = to_torch(X).requires_grad_()
+    y = ft.fake_quantize(w, "nvfp4", amax=-1, pass_through=False)
+    with pytest.raises(ValueError, match=r"fake_quantize_backward: amax holds 1 negative value\(s\) of 1; needs amax >= 0"):
+        y.sum().backward()
+
+
+def test_tensors_of_two_devices():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.empty(4, 32)
+        with pytest.raises(ValueError, match="fake_quantize: x is on cpu, tensor_amax on cuda:0; all arrays of one call"):
+            ft.fake_quantize(x, "nvfp4", tensor_amax=torch.empty((), device="cuda"))
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------------
+
+
+def a_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+
+
+def test_a_parametrized_model():
+    model, x = a_model(), torch.randn(4, 32)
+    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",), pass_through=False)
+    plain = copy.deepcopy(model)
+    assert ft.fake_quantize_model(model, settings) == ["0.weight", "2.weight"]
+    weights = [fp4kit.fake_quantize(to_numpy(plain[i].weight), "nvfp4-te") for i in (0, 2)]
+    for i, weight in zip((0, 2), weights, strict=True):
+        assert_same_bits(to_numpy(model[i].weight), weight)
+        assert torch.equal(model[i].parametrizations.weight.original, plain[i].weight)
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert "0.parametrizations.weight.original" in model.state_dict() and torch.equal(again(x), model(x))
+    again(x).sum().backward()
+    assert again[0].parametrizations.weight.original.grad.any() and model[0].parametrizations.weight.original.grad is None
+    assert "'0.weight', nvfp4-te, pass_through=False" in str(model)
+    torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert torch.equal(model[0].weight, plain[0].weight)
+
+
+def test_tied_and_already_parametrized_parameters():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 32), "head": torch.nn.Linear(32, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    torch.nn.utils.parametrize.register_parametrization(model["head"], "weight", torch.nn.Identity())
+    assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp")) == ["embed.weight", "head.weight"]
+    originals = [model[name].parametrizations.weight.original for name in ("embed", "head")]
+    assert originals[0] is originals[1] and torch.equal(model["embed"].weight, model["head"].weight)
+    with pytest.raises(ValueError, match=r"fake_quantize_model: head.weight is fake-quantized already; leave it out"):
+        ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp", parameters=("head.*",)))
+
+
+def test_a_model_that_does_not_fit_stays_as_it_was():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=r"1.weight: fake_quantize: axis 1 has length 8; nvfp4-te needs a multiple of 16"):
+        ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
+    assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
+
+
+# ---- threads, lifetimes ---------------------------------------------------------------------------------------------------
+
+
+def test_threads():
+    expected, found = fp4kit.fake_quantize(X, "nvfp4-te"), []
+
+    def work():
+        for _ in range(10):
+            y, g = both(lambda w: ft.fake_quantize(w, "nvfp4-te", pass_through=False, amax=1), X, X)
+            found.append(np.array_equal(y, expected) and np.array_equal(g, np.where(np.abs(X) <= 1, X, 0)))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 40
+
+
+def tensors_alive():
+    gc.collect()
+    return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("calls", [100, *exhaustive([10_000])])
+def test_calls_leave_nothing_behind(calls):
+    def work():
+        w = torch.randn(4, 32, requires_grad=True)
+        ft.fake_quantize(w, VARIANT, pass_through=False, amax=1).sum().backward()
+        sum(y.sum() for y in ft.fake_quantize_grouped([w, w], "nvfp4-te", pass_through=False)).backward()
+        ft.dequantize(ft.quantize(w, "nvfp4-te", tensor_amax=2.0))
+
+    for _ in range(20):
+        work()
+    alive = tensors_alive()
+    tracemalloc.start()
+    for _ in range(calls):
+        work()
+    assert tensors_alive() == alive
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 200_000
+
+
+@pytest.mark.parametrize("module", ["functions", "modules"])
+def test_the_examples_of_docstrings(module):
+    found = doctest.testmod(importlib.import_module(f"fp4kit.torch.{module}"))
+    assert found.attempted > 2 and not found.failed

@@ -1,0 +1,366 @@
+"""fp4kit.torch traced: operators under opcheck, torch.compile(fullgraph=True), torch.export and .func, checkpointing, autocast.
+
+What a compiler makes of them is compared in every bit with eager calls, and those with calls on NumPy arrays.
+"""
+
+import importlib
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from inputs import ordinary
+from tensors import to_numpy, to_torch
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized import FACTS, PARTS
+from fp4kit.recipes import RECIPES
+from fp4kit.recipes.spec import to_spec
+from fp4kit.training.settings import FakeQuantSettings
+
+torch = pytest.importorskip("torch")
+ft = importlib.import_module("fp4kit.torch")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of PyTorch's tracers
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
+VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", VARIANT]
+SEED = torch.tensor(3)
+BYTES = torch.arange(4 * 32, dtype=torch.uint8).reshape(4, 32)
+
+
+def tensor(seed=0, shape=(4, 32), dtype=torch.float32):
+    return to_torch(ordinary(seed, shape)).to(dtype)
+
+
+X = tensor()
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    torch._dynamo.reset()
+
+
+def compiled(function, backend="aot_eager", **options):
+    return torch.compile(function, fullgraph=True, backend=backend, **options)
+
+
+def value_and_gradient(function, x):
+    w = x.clone().requires_grad_()
+    y = function(w)
+    y.backward(torch.full_like(y, 0.75))
+    return y.detach(), w.grad
+
+
+def assert_equal(found, expected):
+    """Tensors, Quantized, or sequences of them: every bit, and strides."""
+    if isinstance(expected, fp4kit.Quantized):
+        assert [getattr(found, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
+        found, expected = ([getattr(q, name) for name in PARTS] for q in (found, expected))
+    if not isinstance(expected, torch.Tensor):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_equal(a, b) if b is not None else None
+        return
+    assert found.dtype == expected.dtype and found.shape == expected.shape and found.stride() == expected.stride()
+    assert_same_bits(to_numpy(found), to_numpy(expected))
+
+
+# ---- the operators --------------------------------------------------------------------------------------------------------
+
+
+def grad_of(shape=(4, 32), dtype=torch.float32):
+    return tensor(1, shape, dtype).requires_grad_()
+
+
+def two():
+    return [grad_of(), grad_of((2, 64))]
+
+
+PLAIN = (None, None, "nearest", None, None)
+ONE, TWO = torch.tensor(1.0), torch.tensor(2.0)
+CALLS = {
+    "straight-through": ("fake_quantize", lambda: (grad_of(), "nvfp4-te", -1, *PLAIN, True)),
+    "clipped": ("fake_quantize", lambda: (grad_of(), "mxfp4-ocp", -1, *PLAIN, False)),
+    "variant": ("fake_quantize", lambda: (grad_of(), to_spec(VARIANT), -1, *PLAIN, False)),
+    "bfloat16": ("fake_quantize", lambda: (grad_of(dtype=torch.bfloat16), "nvfp4-te", -1, *PLAIN, False)),
+    "columns": ("fake_quantize", lambda: (grad_of((2, 32, 6)), "nvfp4-te", 1, ONE, None, "nearest", None, None, False)),
+    "square": ("fake_quantize", lambda: (grad_of((32, 32)), "nvfp4-te-2d", 0, ONE, None, "nearest", None, TWO, False)),
+    "empty": ("fake_quantize", lambda: (torch.empty(0, 32, requires_grad=True), "nvfp4-te", -1, *PLAIN, False)),
+    "seed": ("fake_quantize", lambda: (grad_of(), "nvfp4-te", -1, None, None, "stochastic", SEED, None, False)),
+    "bytes": ("fake_quantize", lambda: (grad_of(), "nvfp4-te", -1, None, None, "stochastic", BYTES, None, True)),
+    "backward": ("fake_quantize_backward", lambda: (grad_of(), X, "nvfp4-te", -1, None)),
+    "backward at": ("fake_quantize_backward", lambda: (grad_of(), X, "nvfp4-te", 1, ONE)),
+    "backward of none": ("fake_quantize_backward", lambda: (grad_of((4, 0)), X[:, :0], "nvfp4-te", 1, ONE)),
+    "group": ("fake_quantize_grouped", lambda: (two(), "nvfp4-te", -1, [], [], "nearest", None, [], True)),
+    "group clipped": ("fake_quantize_grouped", lambda: (two(), "nvfp4-te", -1, [ONE, TWO], [], "nearest", None, [], False)),
+    "group backward": ("fake_quantize_grouped_backward", lambda: (two(), [X, X.reshape(2, 64)], "nvfp4-te", -1, [ONE, TWO])),
+    "quantize": ("quantize", lambda: (X, "nvfp4-te", -1, None, "linear", "nearest", None, "False", None)),
+    "quantize at": ("quantize", lambda: (X.repeat(8, 1), "nvfp4-te", 0, ONE, "swizzled_128x4", "stochastic", SEED, "True", None)),
+    "quantize MX": ("quantize", lambda: (X, to_spec(VARIANT), -1, None, "linear", "nearest", None, "False", None)),
+    "quantize rows": ("quantize", lambda: (X, "int8-modelopt-channel", -1, None, "linear", "nearest", None, "False", None)),
+    "dequantize": ("dequantize", lambda: parts_of(ft.quantize(X, "nvfp4-te"))),
+    "dequantize columns": ("dequantize", lambda: parts_of(ft.quantize(X.T, VARIANT, axis=0))),
+}
+
+
+def parts_of(q):
+    facts = list(q.shape), q.axis, to_spec(q.recipe), q.scale_layout, torch.float32, torch.bfloat16
+    return q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_opcheck(case):
+    """Schema, gradients, meta implementation, and all of them under AOT with dynamic shapes."""
+    name, arguments = CALLS[case]
+    found = torch.library.opcheck(getattr(torch.ops.fp4kit, name).default, arguments())
+    assert set(found.values()) == {"SUCCESS"} and len(found) == 4
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_meta_of_every_recipe(name, axis):
+    """Shapes, dtypes and strides of the meta implementation are those of the real one."""
+    x = tensor(1, (128, 256))
+    assert_meta(lambda x: ft.fake_quantize(x, name, axis=axis), x)
+    if not RECIPES[name].fake_only:
+        for layout in ("linear", "swizzled_128x4", "swizzled_8x4"):
+            assert_meta(lambda x, s=layout: list(parts_of(ft.quantize(x, name, axis=axis, scale_layout=s))[:4]), x)
+            assert_meta(lambda x, s=layout: ft.dequantize(ft.quantize(x, name, axis=axis, scale_layout=s), torch.float16), x)
+
+
+def assert_meta(function, x):
+    found, expected = function(x.to("meta")), function(x)
+    for a, b in zip(*((y if isinstance(y, list) else [y]) for y in (found, expected)), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            assert a.is_meta and (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {}, {"pass_through": False}, {"pass_through": False, "amax": 1.5}, {"rounding": "stochastic", "seed": 2**64 - 3},
+    {"axis": 0}, {"rounding": "stochastic", "seed": SEED, "pass_through": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+def test_compiled_is_eager(recipe):
+    x = tensor(2, (32, 64))
+    for options in OPTIONS:
+
+        def function(x, options=options):
+            return ft.fake_quantize(x, recipe, **options)
+
+        expected = value_and_gradient(function, x)
+        assert_equal(value_and_gradient(compiled(function), x), expected)
+        plain = {k: int(v) if k == "seed" else v for k, v in options.items() if k not in ("pass_through", "amax")}
+        assert_same_bits(to_numpy(expected[0]), fp4kit.fake_quantize(to_numpy(x), recipe, **plain))
+
+
+def train(model, steps=3):
+    """Losses and weights of quantization-aware training."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, target = tensor(3, (16, 64)), tensor(4, (16, 32))
+    losses = []
+    for _ in range(steps):
+        loss = ((model(x) - target) ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in model.parameters())]
+
+
+def a_linear_layer(settings):
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    assert ft.fake_quantize_model(layer, settings) == ["0.weight"]
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *exhaustive(["inductor"])])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", VARIANT], ids=str)
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_training_of_a_linear_layer(backend, recipe, pass_through):
+    """Weights as the compiled graph reads them, after training, are eager's and NumPy's; with one backend the losses too."""
+    settings = FakeQuantSettings(recipe, parameters=("*.weight",), pass_through=pass_through)
+    eager, model = a_linear_layer(settings), a_linear_layer(settings)
+    expected, found = train(eager), train(compiled(model, backend))
+    if backend == "aot_eager":
+        assert_equal(found, expected)
+    read = compiled(lambda: model[0].weight * 1, backend)()
+    original = to_numpy(model[0].parametrizations.weight.original)
+    assert_same_bits(to_numpy(read), fp4kit.fake_quantize(original, recipe))
+    assert_equal(read.detach(), model[0].weight.detach())
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_lengths_that_change_are_traced_once(dim):
+    torch._dynamo.utils.counters.clear()
+    function = compiled(lambda x: ft.fake_quantize(x * 2, "nvfp4-te", pass_through=False) + 1)
+    for length in (32, 48, 160):
+        x = tensor(length, (length, 32) if dim == 0 else (4, length))
+        torch._dynamo.mark_dynamic(x, dim)
+        assert_equal(function(x), ft.fake_quantize(x * 2, "nvfp4-te") + 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    if dim == 1:
+        with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="nvfp4-te needs a multiple of 16; pad with"):
+            function(tensor(1, (4, 40)))
+
+
+def test_seeds_that_change_are_traced_twice():
+    """Once as a constant, once as a number."""
+    torch._dynamo.utils.counters.clear()
+    function = compiled(lambda x, seed: ft.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=seed))
+    for seed in (5, 7, 8, 9):
+        assert_equal(function(X, seed), ft.fake_quantize(X, "nvfp4-te", rounding="stochastic", seed=seed))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_another_recipe_is_traced_anew():
+    function = compiled(lambda x, recipe: ft.fake_quantize(x, recipe))
+    for recipe in ("mxfp4", VARIANT, fp4kit.recipe("mxfp4-ocp"), replace(VARIANT, block=(1, 32)), VARIANT):
+        assert_equal(function(X, recipe), ft.fake_quantize(X, recipe))
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+def test_a_quantized_in_a_graph(recipe):
+    """As result, inside, and as argument."""
+    x = tensor(5, (32, 64))
+    q = ft.quantize(x, recipe)
+    assert_equal(compiled(lambda x: ft.quantize(x, recipe))(x), q)
+    assert_equal(compiled(lambda x: ft.dequantize(ft.quantize(x, recipe)) + 1)(x), ft.dequantize(q) + 1)
+    decode = compiled(lambda q: ft.dequantize(q, torch.bfloat16))
+    assert_equal(decode(q), ft.dequantize(q, torch.bfloat16))
+    other = ft.quantize(x.to(torch.bfloat16), "mxfp8")
+    assert_equal(decode(other), ft.dequantize(other, torch.bfloat16))
+
+
+@pytest.mark.parametrize("options", [{}, {"pass_through": False, "tensor_amax": [1.0, 2.0]}, {"pass_through": False}], ids=str)
+def test_compiled_groups(options):
+    def function(*xs):
+        return ft.fake_quantize_grouped(xs, "nvfp4-te", **options)
+
+    xs = [tensor(6).requires_grad_(), tensor(7, (3, 64)).requires_grad_()]
+    results = []
+    for call in (function, compiled(function)):
+        ys = call(*xs)
+        results.append([*(y.detach() for y in ys), *torch.autograd.grad([(y * y).sum() for y in ys], xs)])
+    assert_equal(results[1], results[0])
+
+
+# ---- torch.export ---------------------------------------------------------------------------------------------------------
+
+
+class Fake(torch.nn.Module):
+    def forward(self, x):
+        return ft.fake_quantize(x, VARIANT, rounding="stochastic", seed=3) * 2
+
+
+class Encode(torch.nn.Module):
+    def forward(self, x):
+        return ft.quantize(x, VARIANT)
+
+
+class Decode(torch.nn.Module):
+    def forward(self, q):
+        return ft.dequantize(q)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export(strict):
+    rows = {0: torch.export.Dim("rows", min=2)}
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Fake(), (X,), strict=strict, dynamic_shapes=(rows,)), file)
+    file.seek(0)
+    again, other = torch.export.load(file).module(), tensor(8, (7, 32))
+    assert_equal(again(other), Fake()(other))
+    q = Encode()(X)
+    assert_equal(torch.export.export(Decode(), (q,), strict=strict).module()(q), Decode()(q))
+
+
+def test_export_of_a_quantized():
+    assert_equal(torch.export.export(Encode(), (X,), strict=False).module()(X), Encode()(X))
+
+
+# ---- torch.func, checkpointing, autocast ----------------------------------------------------------------------------------
+
+STACK = tensor(9, (5, 32, 32))
+
+
+@pytest.mark.parametrize("recipe", VARIED, ids=str)
+def test_vmap_is_a_loop(recipe):
+    def function(x):
+        return ft.fake_quantize(x, recipe, pass_through=False)
+
+    loop = torch.stack([function(x) for x in STACK])
+    gradient = torch.func.grad(lambda x: (function(x) * x).sum())
+    gradients = torch.stack([torch.autograd.functional.jacobian(lambda x: (function(x) * x).sum(), x) for x in STACK])
+    assert_equal(torch.vmap(function)(STACK), loop)
+    assert_equal(torch.vmap(function, in_dims=1, out_dims=1)(STACK.movedim(0, 1)).movedim(1, 0).contiguous(), loop)
+    assert_equal(torch.vmap(torch.vmap(function))(STACK[:, None])[:, 0], loop)
+    assert_equal(torch.vmap(gradient)(STACK), gradients)
+    assert_equal(torch.func.grad(lambda s: (torch.vmap(function)(s) * s).sum())(STACK), gradients)
+    assert_equal(compiled(torch.vmap(function))(STACK), loop)
+    q = torch.vmap(lambda x: ft.quantize(x, recipe))(STACK)
+    assert_equal(q.packed, torch.stack([ft.quantize(x, recipe).packed for x in STACK]))
+    assert_equal(torch.vmap(lambda x: ft.dequantize(ft.quantize(x, recipe)))(STACK), loop)
+
+
+def test_vmap_over_amaxes_and_random_bytes():
+    amaxes = torch.tensor([0.5, 1, 2, 3, 40])
+    found = torch.vmap(lambda x, a: ft.fake_quantize(x, "nvfp4-te", tensor_amax=a))(STACK, amaxes)
+    assert_equal(found, torch.stack([ft.fake_quantize(x, "nvfp4-te", tensor_amax=a) for x, a in zip(STACK, amaxes, strict=True)]))
+    random = torch.from_numpy(np.random.default_rng(0).integers(0, 256, STACK.shape, np.uint8))
+
+    def rounded(seed, x=STACK[0]):
+        return ft.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=seed)
+
+    assert_equal(torch.vmap(rounded)(random), torch.stack([rounded(seed) for seed in random]))
+    assert_equal(torch.vmap(lambda x: rounded(3, x))(STACK), torch.stack([rounded(3, x) for x in STACK]))
+
+
+def test_groups_under_torch_func():
+    def function(xs):
+        return sum((y * y).sum() for y in ft.fake_quantize_grouped(xs, "nvfp4-te", pass_through=False, amax=[1.0, 0.5]))
+
+    xs = [tensor(6), tensor(7, (3, 64))]
+    leaves = [x.clone().requires_grad_() for x in xs]
+    function(leaves).backward()
+    assert_equal(torch.func.grad(function)(xs), [x.grad for x in leaves])
+    ys = torch.vmap(lambda x: ft.fake_quantize_grouped([x, 2 * x], "nvfp4-te"))(STACK)
+    assert_equal(ys[1], torch.stack([ft.fake_quantize(2 * x, "nvfp4-te") for x in STACK]))
+
+
+def test_functional_call_and_hessian():
+    layer = a_linear_layer(FakeQuantSettings("nvfp4-te", parameters=("*.weight",), pass_through=False))
+    parameters, x = dict(layer.named_parameters()), tensor(3, (2, 64))
+    gradients = torch.func.grad(lambda p: torch.func.functional_call(layer, p, (x,)).square().sum())(parameters)
+    layer(x).square().sum().backward()
+    for name, parameter in parameters.items():
+        assert_equal(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    def function(x):
+        return ft.fake_quantize(x * 2, "nvfp4-te", rounding="stochastic", seed=5, pass_through=False) * x
+
+    def checkpointed(x):
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=reentrant)
+
+    assert_equal(value_and_gradient(checkpointed, X), value_and_gradient(function, X))
+
+
+def test_autocast_leaves_the_dtype():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for call in (ft.fake_quantize, compiled(ft.fake_quantize)):
+            y = call(X, "nvfp4-te")
+            assert_equal(y, ft.fake_quantize(X, "nvfp4-te"))
+            assert y.dtype == torch.float32 and torch.nn.functional.linear(y, y).dtype == torch.bfloat16
