@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from math import lcm
 from typing import Any
 
 import numpy as np
 
+from fp4kit import interop
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import padded_shape, tile_rows
-from fp4kit.quantized import PARTS, Quantized
+from fp4kit.libraries import TORCH, jax_arrays, library_of, torch_arrays
+from fp4kit.quantized import PARTS, Quantized, assembled
+
+FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
@@ -89,8 +94,7 @@ def same_bits(a: Quantized, b: Any) -> bool:
     """a.equals(b): see Quantized.equals."""
     if not isinstance(b, Quantized):
         raise TypeError(f"equals: other is {type(b).__name__}; needs a Quantized; fp4kit.compare takes arrays of values too")
-    facts = ("shape", "dtype", "axis", "recipe", "scale_layout")
-    if any(getattr(a, name) != getattr(b, name) for name in facts):
+    if any(getattr(a, name) != getattr(b, name) for name in FACTS):
         return False
     a, b = on_host(a, "equals"), on_host(b, "equals")
     return all(_same(getattr(a, name), getattr(b, name)) for name in PARTS)
@@ -100,3 +104,45 @@ def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))
+
+
+def moved_to(q: Quantized, target: Any) -> Quantized:
+    """q.to(target): see Quantized.to."""
+    name, _, number = str(target).partition(":")
+    if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (number and (name != "cuda" or not number.isdigit())):
+        needed = "'numpy', 'cupy', 'torch', 'jax', or a device such as 'cpu' or 'cuda:0'"
+        raise ValueError(f"Quantized: to({target!r}); needs {needed}")
+    if name in ("cpu", "cuda") and library_of(q.packed) is TORCH:
+        return q.with_parts(lambda tensor: tensor.to(str(target)))
+    if name in ("torch", "jax"):
+        return _given_to(q.imported(), name)
+    found = on_host(q) if name in ("numpy", "cpu") else _on_gpu(q.imported(), int(number) if number else None)
+    return found
+
+
+def _given_to(q: Quantized, name: str) -> Quantized:
+    """Of NumPy or CuPy arrays, with those of a library that is imported."""
+    if name not in sys.modules:
+        raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} before")
+    return q.with_parts(torch_arrays.tensor_of if name == "torch" else jax_arrays.array_of)
+
+
+def _on_gpu(q: Quantized, device: int | None) -> Quantized:
+    """With CuPy's arrays, on the device that they are on, that is named, or that is current."""
+    cupy, there = interop.cupy(), not isinstance(q.packed, np.ndarray)
+    if there and device in (None, q.packed.device.id):
+        return q
+    with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):
+        return q.with_parts(cupy.array if there else cupy.asarray)
+
+
+def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the same."""
+    names = tuple(name for name in PARTS if getattr(q, name) is not None)
+    return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
+
+
+def unflatten(arrays: Any, facts: Any) -> Quantized:
+    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
+    names, *values = facts
+    return assembled(**{**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,15 +10,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fp4kit import stored
+from fp4kit.arguments import as_index, as_shape
 from fp4kit.formats import FLOATS
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import Library, library_of, numpy_dtype
 from fp4kit.parts import scale_shape, wanted_parts
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
-FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -58,12 +56,13 @@ class Quantized:
     def __post_init__(self) -> None:
         put = object.__setattr__
         if type(self.recipe) is not Recipe:
-            put(self, "recipe", find_recipe(self.recipe))
-        put(self, "shape", _as_shape(self.shape))
+            put(self, "recipe", recipe_of("Quantized", self.recipe))
+        put(self, "shape", as_shape("Quantized", self.shape))
         put(self, "dtype", numpy_dtype("Quantized", self.dtype))
         if self.dtype not in FLOATS:
             raise TypeError(f"Quantized: dtype is {self.dtype}; needs float32, float16 or bfloat16, the dtype of x")
-        axis, packed, scales, covered = wanted_parts(self.shape, operator.index(self.axis), self.recipe, self.scale_layout)
+        given = as_index("Quantized", "axis", self.axis)
+        axis, packed, scales, covered = wanted_parts(self.shape, given, self.recipe, self.scale_layout)
         put(self, "axis", axis)
         library = library_of(self.packed)
         if library is not None:
@@ -221,13 +220,13 @@ class Quantized:
         >>> q.dequantize(np.float32)[0, :8].tolist()
         [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, -0.0]
         """
-        op, r = "from_parts", find_recipe(recipe)
+        op, r = "from_parts", recipe_of("from_parts", recipe)
         if r.fake_only:
             raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
         found = stored.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
         codes = stored.codes(op, found["packed"], r, high_nibble_first)
-        shape = stored.shape_of(op, codes, r, operator.index(axis)) if shape is None else _as_shape(shape)
-        wanted = wanted_parts(shape, operator.index(axis), r, scale_layout)
+        shape = stored.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
+        wanted = wanted_parts(shape, as_index(op, "axis", axis), r, scale_layout)
         scales = stored.block_scales(op, found["block_scale"], r, None if scale_layout == "linear" else wanted.block_scale)
         scale = stored.tensor_scale(op, found["tensor_scale"], codes, wanted.tensor_scale, tensor_scale_divides)
         q = cls(codes, scales, scale, None, shape, dtype, axis, r, scale_layout)
@@ -249,6 +248,21 @@ class Quantized:
         from fp4kit.ops.dequantize import dequantize
 
         return dequantize(self, dtype)
+
+    def to(self, target: Any) -> Quantized:
+        """The same elsewhere: its arrays in another library, or on another device. The bytes are not looked at.
+
+        target: "numpy", "cupy", "torch" or "jax", without a copy where the library takes the memory as it is; or a device,
+            "cpu", "cuda" or "cuda:1", or a torch.device: tensors of PyTorch stay tensors, other arrays become NumPy's or CuPy's.
+        Raises ValueError for anything else; RuntimeError where the library is not imported, or there is no GPU.
+
+        >>> import fp4kit, numpy as np
+        >>> fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4").to("numpy").packed.shape
+        (4, 16)
+        """
+        from fp4kit.pieces import moved_to
+
+        return moved_to(self, target)
 
     def __len__(self) -> int:
         """Length of the first axis of x. A Quantized without rows is false, as an empty list is."""
@@ -319,28 +333,6 @@ def assembled(**fields: Any) -> Quantized:
     q = object.__new__(Quantized)
     q.__dict__.update(fields)
     return q
-
-
-def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the same."""
-    names = tuple(name for name in PARTS if getattr(q, name) is not None)
-    return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
-
-
-def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
-    names, *values = facts
-    return assembled(**{**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
-
-
-def _as_shape(shape: Any) -> tuple[int, ...]:
-    try:
-        found = tuple(map(operator.index, shape))
-    except TypeError:
-        raise TypeError(f"Quantized: shape is {shape!r}; needs a tuple of ints, the shape of x") from None
-    if found and min(found) < 0:
-        raise ValueError(f"Quantized: shape is {shape!r}; needs lengths >= 0")
-    return found
 
 
 def _spelled(array: Any) -> str:

@@ -119,3 +119,10 @@ def test_swizzle(monkeypatch, start, to):
     found = fp4kit.swizzle(q, to)
     assert_same(found, expected)
     assert found.packed is q.packed and q.scale_layout == start
+
+
+def test_a_quantized_moves_to_the_gpu_and_back():
+    q = fp4kit.quantize(blocks(BF16), "nvfp4-te")
+    there = q.to("cuda")
+    assert_same(there, q)
+    assert there.to("cupy") is there and there.to("cuda:0") is there and there.to("cpu").equals(q) and q.to("cupy").equals(there)

@@ -218,3 +218,31 @@ def test_tensors_of_8_bit_floats_keep_their_dtype():
     from fp4kit.libraries import torch_arrays
 
     assert torch_arrays.tensor_of(fp4kit.interop.as_array(codes)).dtype == torch.float8_e4m3fn
+
+
+def test_to_another_library():
+    """The memory is shared where that is possible."""
+    q = quantized(X[BF16])
+    there = q.to("torch")
+    assert_equal(there, q)
+    assert there.packed.data_ptr() == q.packed.ctypes.data and there.to("cpu").packed is not None
+    back = there.to("numpy")
+    assert isinstance(back.packed, np.ndarray) and back.equals(q) and there.equals(back)
+    assert back.packed.ctypes.data == q.packed.ctypes.data and q.to("numpy") is q and q.to("cpu") is q
+    for target in ("tpu", "cuda:x", "cpu:0", "torch:1", 3, None):
+        with pytest.raises(ValueError, match=r"^Quantized: to\(.*\); needs 'numpy', 'cupy', 'torch', 'jax', or a device such as"):
+            q.to(target)
+
+
+def test_to_a_library_that_is_not_imported(monkeypatch):
+    monkeypatch.delitem(__import__("sys").modules, "torch")
+    with pytest.raises(RuntimeError, match=r"^Quantized: to\('torch'\) needs torch, which is not imported here; import torch before"):
+        quantized(X[BF16]).to("torch")
+
+
+def test_scales_of_tensors_are_taken():
+    """Of quantize with scales, as loaders have them."""
+    q = quantized(tensor(X[BF16]))
+    for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
+        found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)
+        assert torch.equal(found.packed, q.packed) and type(found.block_scale) is torch.Tensor and found.tensor_amax is None

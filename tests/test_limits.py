@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from host.cases_variants import E1M2, E2M1_BIAS0, E2M1_BIAS3, E3M0, E3M4, E4M3_IEEE, of_elements
+from host.cases_variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
 from fp4kit.cuda.limits import unsupported
 from fp4kit.cuda.ways import Work, find, way_of
-from fp4kit.formats import E2M3, ElementFormat
+from fp4kit.formats import E1M2, E2M3, E3M0, ElementFormat
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 

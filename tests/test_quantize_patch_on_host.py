@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from exhaustive import half
 from host.cases_patch import Patch, patches
-from host.cases_variants import E1M2, E2M1_BIAS3, E3M0, E3M4, ZeroPatches, of_elements, square
+from host.cases_variants import E2M1_BIAS3, E3M4, ZeroPatches, of_elements, square
 from inputs import BF16
 
 from fp4kit.cuda.ways import patches as is_patched
+from fp4kit.formats import E1M2, E3M0
 from fp4kit.recipes import RECIPES
 
 SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]

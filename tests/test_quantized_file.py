@@ -15,20 +15,20 @@ from safetensors.numpy import load_file, save_file
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, ElementFormat
+from fp4kit.formats import E2M1, E3M0, ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.data import as_data, from_data
 from fp4kit.storage.quantized_file import ENTRY
 
 F32 = np.float32
-E3M0 = ElementFormat("E3M0", 3, 0, 3)
+E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
 VARIANTS = {
     "block": replace(RECIPES["mxfp4-ocp"], block=(1, 16)),  # under the id of another
     "id": replace(RECIPES["nvfp4-te"], id="nvfp4-mine", source="<b>\n\u00e9\u6f22", exact=""),
     "options": replace(RECIPES["nvfp4-te"], id="x-y", sign="negative", amax_nan="propagate", scale_max=256),
     "nan": replace(RECIPES["mxfp4-ocp"], id="nan", nan_code=0),
-    "format": replace(RECIPES["mxfp4-ocp"], id="e3m0", element=E3M0),
+    "format": replace(RECIPES["mxfp4-ocp"], id="bias", element=E2M1_BIAS3),
     "2d": replace(RECIPES["nvfp4-te"], id="2d", block=(8, 16)),
 }
 
@@ -379,5 +379,7 @@ def test_every_byte_of_the_header_flipped(tmp_path):
                 assert str(error).startswith("load: a: ")
 
 
-def test_e2m1_is_named_in_the_data_of_variants():
-    assert as_data(VARIANTS["id"])["element"] == "E2M1" == E2M1.name and as_data(VARIANTS["format"])["element"]["name"] == "E3M0"
+def test_formats_of_the_table_are_named_in_the_data_of_variants():
+    assert as_data(VARIANTS["id"])["element"] == "E2M1" == E2M1.name
+    assert as_data(VARIANTS["format"])["element"]["name"] == "E2M1_BIAS3"
+    assert as_data(replace(RECIPES["mxfp4-ocp"], id="e3m0", element=E3M0))["element"] == "E3M0"

@@ -60,6 +60,9 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "no block and no rule": ("mxfp4-ocp", {"block_rule": None, "block": None}, V, "block_rule is None; needs a rule that"),
     "block of nothing": ("fp8-modelopt", {"block": (1, 16)}, V, "block is (1, 16); needs block_rule or tensor_scaling"),
     "odd block of packed": ("mxfp4-ocp", {"block": (1, 15)}, V, "block is (1, 15); needs a multiple of 2 columns"),
+    "elements below float32": (
+        "mxfp4-ocp", {"element": ElementFormat("E2M1_LOW", 2, 1, 127)}, V, "needs values that are no subnormals of float32"
+    ),
     "lanes of odd blocks": ("mxfp8-flashinfer", {"block": (1, 15)}, V, "as amax_nan 'lanes' tells even elements"),
     "rows of square blocks": ("nvfp4-te-rowscaled", {"block": (16, 16)}, V, "needs blocks of one row with tensor_scaling 'row'"),
     "blocks of two rows": ("int4-qat", {"block": (2, 32)}, V, "needs blocks of one row with tensor_scaling 'block'"),

@@ -15,7 +15,8 @@ from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import FACTS, PARTS
+from fp4kit.pieces import FACTS
+from fp4kit.quantized import PARTS
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.spec import to_spec
 from fp4kit.training.settings import FakeQuantSettings

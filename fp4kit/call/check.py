@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_index
 from fp4kit.formats import FLOATS
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -25,7 +25,7 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
     """axis as a non-negative number."""
     if ndim == 0:
         raise ValueError(f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; use x.reshape(1)")
-    axis = operator.index(axis)
+    axis = as_index(op, "axis", axis)
     if not -ndim <= axis < ndim:
         raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
     return axis % ndim

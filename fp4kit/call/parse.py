@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
 from fp4kit.call.outline import Outline
@@ -17,8 +17,7 @@ from fp4kit.call.scales import check_complete, given_block_scale, given_tensor_s
 from fp4kit.interop import import_arrays, is_array
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 Hadamard = bool | Literal["no_signs"]
 HADAMARD_BLOCK = 16
@@ -43,10 +42,11 @@ class Call(NamedTuple):
     """A call that was parsed: what an engine needs, and nothing that it has to check.
 
     x: the array as the engine takes it, NumPy or CuPy; or an Outline, for checks alone. axis: not negative. moved: x with that
-    axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad: of the shape of x, for
-    fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape of moved. mask: sign
-    mask of the Hadamard transform, None for none. out: a Quantized to write to, or None. block_scale, tensor_scale: given,
-    uint8 in `layout` and float32 in their canonical shapes; None where the recipe has none, or the call is to find them.
+    axis last. tensor_amax, block_amax: float32 in their canonical shapes, where x is; None where they are to be computed. grad:
+    of the shape of x, for fake_quantize_backward. random: None for nearest rounding, a seed, or uint8 random bytes of the shape
+    of moved. mask: sign mask of the Hadamard transform, None for none. out: a Quantized to write to, or None. block_scale,
+    tensor_scale: given, uint8 in `layout` and float32 in their canonical shapes; None where the recipe has none, or the call is
+    to find them.
     """
 
     op: str
@@ -77,7 +77,7 @@ class Call(NamedTuple):
 
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -> tuple[Call, dict[str, Any]]:
     """The call with x imported, its dtype, axis and length checked; and the other arrays, imported (None and numbers stay)."""
-    r = find_recipe(recipe)
+    r = recipe_of(op, recipe)
     arrays = {name: a for name, a in given.items() if is_array(a)}
     x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
     given |= dict(zip(arrays, imported, strict=True))
@@ -212,11 +212,11 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         return np.moveaxis(seed, call.axis, -1)
     if seed is None:
         raise ValueError(f"{op}: stochastic rounding needs seed: an int, or random bytes (uint8, shape of x)")
-    return _seed(seed)
+    return _seed(op, seed)
 
 
-def _seed(seed: Any) -> int:
-    return operator.index(seed) % 2**64
+def _seed(op: str, seed: Any) -> int:
+    return as_index(op, "seed", seed) % 2**64
 
 
 @contextmanager

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax
 
 import fp4kit
+from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Hadamard, Options, quantize_call
 from fp4kit.jax.calls import is_traced, on_host, outline
 from fp4kit.jax.functions import as_jax
 from fp4kit.libraries import numpy_dtype
-from fp4kit.quantized import Quantized, flatten, unflatten
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.pieces import flatten, unflatten
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe, recipe_of
 
 
 def quantize(
@@ -45,7 +45,7 @@ def quantize(
     (241, [[127]], (1, 32))
     """
     x = as_jax("quantize", x)
-    r, axis = find_recipe(recipe), operator.index(axis)
+    r, axis = recipe_of("quantize", recipe), as_index("quantize", "axis", axis)
 
     def run(x: Any, tensor_amax: Any, block_amax: Any, seed: Any) -> Quantized:
         random = int(seed) if getattr(seed, "ndim", None) == 0 else seed

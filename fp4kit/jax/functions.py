@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,12 +9,12 @@ import jax
 import numpy as np
 
 import fp4kit
+from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.parse import Options, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, on_host, outline
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 
 class How(NamedTuple):
@@ -92,8 +91,9 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 
 def how_of(recipe: str | Recipe, axis: int, rounding: str, seed: Any, pass_through: bool) -> tuple[How, Any]:
     """What is static, and the seed where it is an array."""
-    number = None if seed is None or hasattr(seed, "dtype") else operator.index(seed)
-    how = How(find_recipe(recipe), operator.index(axis), str(rounding), number, bool(pass_through))
+    number = None if seed is None or hasattr(seed, "dtype") else as_index("fake_quantize", "seed", seed)
+    r, axis = recipe_of("fake_quantize", recipe), as_index("fake_quantize", "axis", axis)
+    how = How(r, axis, str(rounding), number, bool(pass_through))
     return how, seed if number is None else None
 
 

@@ -56,7 +56,12 @@ def first_array(a: Any) -> Any:
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
     """A dtype of NumPy, ml_dtypes, PyTorch or JAX, as NumPy and ml_dtypes name it. Raises TypeError for what is none."""
-    return torch_arrays.numpy_dtype(op, dtype) if type(dtype).__module__ == "torch" else np.dtype(dtype)
+    if type(dtype).__module__ == "torch":
+        return torch_arrays.numpy_dtype(op, dtype)
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"{op}: dtype is {dtype!r:.60}; needs one of NumPy, ml_dtypes or PyTorch") from None
 
 
 def given_back(result: Any, give: Give) -> Any:

@@ -15,18 +15,20 @@ from fp4kit import interop
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run as they do; gives what makes arrays on the device of x."""
-    jax = sys.modules["jax"]
-
-    def give(array: Any) -> Any:
-        if isinstance(array, np.ndarray):
-            return jax.device_put(np.array(array), x.device)  # JAX may keep the memory, which no other array shall have
-        return _device_array(jax, array) if type(array).__module__ == "cupy" else array
-
-    yield give
+    yield lambda array: array_of(array, x.device)
 
 
-def _device_array(jax: Any, array: Any) -> Any:
+def array_of(array: Any, device: Any = None) -> Any:
+    """An array with the values of a NumPy array, on a device, or on the memory of a CuPy array; anything else as it is."""
+    if isinstance(array, np.ndarray):
+        copy = np.array(array)  # JAX may keep the memory, which no other array shall have
+        return sys.modules["jax"].device_put(copy, device)
+    return _device_array(array) if type(array).__module__ == "cupy" else array
+
+
+def _device_array(array: Any) -> Any:
     """Through DLPack, which orders the streams; as integers, because CuPy does not export every dtype."""
+    jax: Any = sys.modules["jax"]
     array = interop.cupy().ascontiguousarray(array)
     bits = jax.dlpack.from_dlpack(array.view(f"u{array.itemsize}"))
     return bits if array.dtype == np.uint8 else jax.lax.bitcast_convert_type(bits, array.dtype)

@@ -27,6 +27,11 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
     Recipes without blocks give what their tensor scale covers: () or one per row.
     Raises TypeError for other dtypes; ValueError for lengths that are not whole blocks, or an axis out of range or named twice.
     Numerics: exact. NaN propagates, but recipes that ignore NaN in their amax do so here.
+
+    >>> import fp4kit, numpy as np
+    >>> x = np.float32([[1, -3] * 16, [0.5, 2] * 16])
+    >>> fp4kit.amax(x), fp4kit.amax(x, axis=1), fp4kit.amax(x, "nvfp4").shape
+    (array(3., dtype=float32), array([3., 2.], dtype=float32), (2, 2))
     """
     if recipe is None:
         (x,) = import_arrays("amax", x=x)

@@ -29,6 +29,11 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype.
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
     Exact: what the recipe's producer decodes.
+
+    >>> import fp4kit, numpy as np
+    >>> q = fp4kit.quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")
+    >>> fp4kit.dequantize(q)[0, :4]
+    array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key, repeat = prepared.find("dequantize", (q, out), dtype)
     if repeat is not None:

@@ -14,8 +14,7 @@ from fp4kit.cuda import prepared
 from fp4kit.libraries import comes_home, library_of
 from fp4kit.ops.engines import run
 from fp4kit.parts import scale_shape
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 
 def fake_quantize(
@@ -34,13 +33,17 @@ def fake_quantize(
     instead, which has no codes and often another arithmetic than its real one (reference.fake states each); on a GPU they need
     blocks of one row and 16, 32, ... 512 columns.
     Returns a new array of x's shape and dtype, NumPy or CuPy as x is.
+
+    >>> import fp4kit, numpy as np
+    >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
+    array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key = repeat = None
     if seed is None and block_amax is None:
         key, repeat = prepared.find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
     if repeat is not None:
         return repeat(x, tensor_amax)
-    check_rounding("fake_quantize", find_recipe(recipe), rounding, seed)
+    check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = Options(rounding=rounding, seed=seed)
     return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)
 
@@ -79,6 +82,11 @@ def fake_quantize_backward(
         other dtypes.
     Numerics: |x| = amax passes; NaN x gives 0, and so does a NaN amax, which no |x| is within.
     Source: Model-Optimizer tensor_quant.py, FakeTensorQuantFunction.backward.
+
+    >>> import fp4kit, numpy as np
+    >>> grad, x = np.float32([[1, 2] * 16]), np.float32([[0.5, -3] * 16])
+    >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]
+    array([1., 0.], dtype=float32)
     """
     call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
     limit = clip_amax(call, given)

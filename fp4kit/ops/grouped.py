@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arguments import as_entries
 from fp4kit.call import check
 from fp4kit.call.each import each
 from fp4kit.call.parse import Hadamard, array_call, backward_call
@@ -19,8 +20,7 @@ from fp4kit.ops.amax import amax as single_amax
 from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
 from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 
 @comes_home
@@ -29,9 +29,13 @@ def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = Non
     a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
 
     xs: a sequence of arrays of any shapes, or one stacked array (experts first). Raises what amax raises.
+
+    >>> import fp4kit, numpy as np
+    >>> fp4kit.amax_grouped([np.float32([1, -2]), np.float32([3])])
+    [array(2., dtype=float32), array(3., dtype=float32)]
     """
     arrays, _ = arrays_of("amax_grouped", xs)
-    single = recipe is not None and by_blocks(find_recipe(recipe))
+    single = recipe is not None and by_blocks(recipe_of("amax_grouped", recipe))
     if single or not arrays or isinstance(arrays[0], np.ndarray):
         return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
     with interop.cupy().cuda.Device(arrays[0].device.id):
@@ -69,6 +73,11 @@ def quantize_grouped(
     On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not copied, and its
         results are views of stacked arrays. GroupedPlan does the same again and again without work for each tensor.
     Raises what quantize raises; ValueError unless tensor_amax and block_amax have one entry per array.
+
+    >>> import fp4kit, numpy as np
+    >>> experts = [np.ones((16, 32), np.float32), np.zeros((0, 32), np.float32)]
+    >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
+    [(16, 32), (0, 32)]
     """
     options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard, "block_amax": block_amax}
     return GroupedPlan(xs, recipe, axis=axis, tensor_amax=tensor_amax, op="quantize_grouped", **options).quantize()
@@ -84,7 +93,12 @@ def fake_quantize_grouped(
     rounding: str = "nearest",
     seed: Any = None,
 ) -> list[Any]:
-    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit; arguments as quantize_grouped."""
+    """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit; arguments as quantize_grouped.
+
+    >>> import fp4kit, numpy as np
+    >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped([np.full((1, 32), 5, np.float32), np.ones((2, 32), np.float32)], "mxfp4")]
+    [np.float32(4.0), np.float32(1.0)]
+    """
     options = {"axis": axis, "tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
     return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
 
@@ -97,10 +111,16 @@ def fake_quantize_grouped_backward(
 
     amax: None, or one for each x, as tensor_amax of quantize_grouped; each as in fake_quantize_backward.
     Raises what fake_quantize_backward raises; ValueError unless there are as many grads, and amaxes, as xs.
+
+    >>> import fp4kit, numpy as np
+    >>> x = np.float32([[0.5, -3] * 16])
+    >>> fp4kit.fake_quantize_grouped_backward([x, x], [x, x], "mxfp4", amax=[1, 4], pass_through=False)[0][0, :2]
+    array([0.5, 0. ], dtype=float32)
     """
     op = "fake_quantize_grouped_backward"
     arrays, _ = arrays_of(op, xs)
     amaxes = per_tensor(op, "amax", amax, len(arrays))
+    grads = as_entries(op, "grads", grads)
     if len(grads) != len(arrays):
         raise ValueError(f"{op}: grads has {len(grads)} arrays and xs {len(arrays)}; needs as many of each")
     if pass_through or not arrays or isinstance(arrays[0], np.ndarray):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import as_entries
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.each import each
 from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call, check_codes, with_amaxes, with_options
@@ -19,8 +20,7 @@ from fp4kit.libraries import Home, of_plan
 from fp4kit.ops.engines import run
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_backward
 from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.reference.engine import compute_tensor_amax
 
 
@@ -33,15 +33,15 @@ class Given(NamedTuple):
     addresses: list[int]
 
     @classmethod
-    def of(cls, value: Any) -> Given:
-        """What a sequence or array holds now."""
-        entries = list(as_list(value))
+    def of(cls, name: str, value: Any) -> Given:
+        """What a sequence or array, called by a name, holds now."""
+        entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
         """What is different from when the plan was made; value: the sequence now, where it is another object."""
-        now = as_list(self.value if value is None else value)
+        now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
             return f" has {len(now)} entries, and the plan {len(self.entries)}"
         if not all(map(operator.is_, now, self.entries)):
@@ -52,9 +52,9 @@ class Given(NamedTuple):
         return None
 
 
-def as_list(value: Any) -> Any:
+def as_list(op: str, name: str, value: Any) -> Any:
     """A sequence as it is, a list of one array."""
-    return [value] if is_array(value) else value if isinstance(value, (list, tuple)) else list(value)
+    return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
@@ -75,7 +75,7 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
     """The arrays of a sequence, imported; or those of a stacked array, and the stack itself."""
     if not is_array(xs):
-        return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(xs)})), None
+        return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)
     if stack.ndim < 2:
         raise ValueError(f"{op}: xs is one {stack.ndim}-d array; needs a sequence, or a stack of at least 2 dimensions")
@@ -106,6 +106,13 @@ class GroupedPlan:
         a method has been called, later calls do no work for each tensor and can be captured in a CUDA graph. Tensors that are
         not contiguous with `axis` last are copied first, each by itself.
     Raises what quantize raises, when the plan is made or a method is called for the first time.
+
+    >>> import fp4kit, numpy as np
+    >>> w = np.ones((16, 32), np.float32)
+    >>> plan = fp4kit.GroupedPlan([w], "nvfp4")
+    >>> w *= 3
+    >>> plan.fake_quantize()[0][0, 0]
+    np.float32(3.0)
     """
 
     def __init__(
@@ -122,7 +129,7 @@ class GroupedPlan:
         block_amax: Any = None,
         op: str = "GroupedPlan",
     ) -> None:
-        self.recipe, self._op, self._axis, self._hadamard = find_recipe(recipe), op, axis, hadamard
+        self.recipe, self._op, self._axis, self._hadamard = recipe_of(op, recipe), op, axis, hadamard
         self._options = Options(scale_layout, rounding, seed, hadamard)
         self._given: dict[str, Given] = {}
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
@@ -131,6 +138,7 @@ class GroupedPlan:
         """Make the plan anew: of what the sequences hold now, or of others where given. Earlier results are left alone."""
         new = {"xs": xs, "tensor_amax": tensor_amax, "block_amax": block_amax}
         values = {name: given.value for name, given in self._given.items()}
+        values.setdefault("xs", None)
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
         self._home = Home(values["xs"])
         with self._home.entered():
@@ -139,7 +147,7 @@ class GroupedPlan:
     def _make(self, values: dict[str, Any]) -> None:
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
-        self._given = {name: Given.of(value) for name, value in values.items()}
+        self._given = {name: Given.of(name, value) for name, value in values.items()}
         self._codes: list[Quantized] | None = None
         self._values: list[Any] | None = None
         self._clip: tuple[Given, ClipGroup] | None = None
@@ -236,6 +244,7 @@ class GroupedPlan:
         grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
         """
         self._check_unchanged("fake_quantize_backward", xs)
+        grads = as_entries(self._op, "grads", grads)
         if len(grads) != len(self._calls):
             raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each")
         if self._group is None or pass_through:
@@ -252,7 +261,7 @@ class GroupedPlan:
 
             found = each(self._op, parse_one, grads, self._calls)
             limits = each(self._op, lambda pair: clip_amax(*pair), found)
-            self._clip = Given.of(grads), ClipGroup([call for call, _ in found], limits)
+            self._clip = Given.of("grads", grads), ClipGroup([call for call, _ in found], limits)
         return self._clip[1].clip()
 
     def _host_calls(self, keep: bool) -> list[Call]:

@@ -135,6 +135,11 @@ def identify(q: Quantized, x: Any) -> Identification:
         recipe on PROBE elements, and on the whole for those that fit there.
     What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ; TypeError as quantize.
+
+    >>> import fp4kit, numpy as np
+    >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+    >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-torchao-ceil"), x).verdict
+    'mxfp4-torchao-ceil made these bytes'
     """
     q = check.check_quantized("identify", q)
     q, x = on_host("identify: q", q), on_host("identify: x", x)

@@ -19,6 +19,10 @@ def pack(codes: Any) -> Any:
     Returns an array where codes are: NumPy, or CuPy on a GPU.
     Raises ValueError for an odd K, a 0-d array or a code above 15; TypeError for another dtype. Inverse: unpack.
     On a GPU, where to look for codes above 15 would be to wait for the device, their high nibble is dropped instead.
+
+    >>> import fp4kit, numpy as np
+    >>> fp4kit.pack(np.uint8([[1, 2, 3, 15]]))
+    array([[ 33, 243]], dtype=uint8)
     """
     array = _bytes("pack", codes)
     layouts.check_pairs(array.shape)
@@ -27,7 +31,12 @@ def pack(codes: Any) -> Any:
 
 @comes_home
 def unpack(packed: Any) -> Any:
-    """4-bit codes, one a byte: uint8 (..., K/2) -> uint8 (..., K). Inverse of pack; returns and raises as pack does."""
+    """4-bit codes, one a byte: uint8 (..., K/2) -> uint8 (..., K). Inverse of pack; returns and raises as pack does.
+
+    >>> import fp4kit, numpy as np
+    >>> fp4kit.unpack(np.uint8([[0x21, 0xF3]]))
+    array([[ 1,  2,  3, 15]], dtype=uint8)
+    """
     array = _bytes("unpack", packed)
     return run("unpack", "unpack", array, array)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.parts import packed_shape
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 
 @comes_home
@@ -28,11 +26,16 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     Raises ValueError for a shard outside the matrix, a K that is not whole blocks, or a recipe without blocks; TypeError for
         another dtype.
     Numerics: exact; NaN as the recipe's amax does. Source: TE nvfp4_2d_compute_partial_amax, right at every K.
+
+    >>> import fp4kit, numpy as np
+    >>> w = np.arange(512, dtype=np.float32)  # of a (16, 32) matrix, the elements from 100 on are here
+    >>> fp4kit.partial_amax(w[100:], (16, 32), 100, "nvfp4-te-2d")
+    array([[495., 511.]], dtype=float32)
     """
-    r = find_recipe(recipe)
+    r = recipe_of("partial_amax", recipe)
     (array,) = import_arrays("partial_amax", shard=shard)
     M, K = check_shard("partial_amax", array, shape, start, r)
-    return run("partial_amax", "partial_amax", array, array, (M, K), operator.index(start), r)
+    return run("partial_amax", "partial_amax", array, array, (M, K), start, r)
 
 
 @comes_home
@@ -61,8 +64,16 @@ def partial_cast(
     On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for, since that would wait:
         an infinity is then taken for the tensor's amax. Other nibbles are not touched even while other launches write theirs, if
         out is contiguous and at a multiple of 8 bytes; else the call works on a copy, and writes all of out.
+
+    >>> import fp4kit, numpy as np
+    >>> w, out = np.arange(512, dtype=np.float32), np.zeros((16, 16), np.uint8)
+    >>> amax = fp4kit.partial_amax(w, (16, 32), 0, "nvfp4-te-2d")
+    >>> for start in (0, 101):
+    ...     fp4kit.partial_cast(w[start:], out, amax, (16, 32), start, "nvfp4-te-2d")
+    >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
+    True
     """
-    r = find_recipe(recipe)
+    r = recipe_of("partial_cast", recipe)
     array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", out), block_amax=block_amax)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
@@ -70,7 +81,7 @@ def partial_cast(
     if tensor_amax is None:
         _check_finite(amax, r)
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
-    run("partial_cast", "partial_cast", array, array, out, amax, (M, K), operator.index(start), r, whole)
+    run("partial_cast", "partial_cast", array, array, out, amax, (M, K), start, r, whole)
 
 
 def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:

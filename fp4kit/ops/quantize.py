@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+from fp4kit.arguments import as_index
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.cuda import prepared
@@ -65,6 +65,12 @@ def quantize(
         nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) take that of the amax which tensor_scale implies: it is x's
         for 16-bit elements; for float32 it may be an ulp off, and with it the code of an element that close to a tie.
     Source: recipe.source.
+
+    >>> import fp4kit, numpy as np
+    >>> x = np.float32([[0.1, -6, 2.4, 0.6] * 8])
+    >>> q = fp4kit.quantize(x, "mxfp4")
+    >>> fp4kit.unpack(q.packed)[0, :4], fp4kit.dequantize(q)[0, :4]
+    (array([ 0, 15,  4,  1], dtype=uint8), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
     """
     options = Options(scale_layout, rounding, seed, hadamard)
     if block_scale is not None or tensor_scale is not None:
@@ -118,11 +124,16 @@ def quantize_both(
     x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column.
     hadamard: applies to the columnwise result only, as in TE. seed: the columnwise result uses seed + 1.
     Raises what quantize raises, and ValueError for x of less than two dimensions.
+
+    >>> import fp4kit, numpy as np
+    >>> row, column = fp4kit.quantize_both(np.ones((32, 64), np.float32), "mxfp4")
+    >>> row.packed.shape, column.packed.shape
+    ((32, 32), (64, 16))
     """
     op = "quantize_both"
     if getattr(seed, "ndim", 0):
         raise TypeError(f"{op}: seed is an array; needs an int, since one array of bytes cannot serve both directions")
-    seed = None if seed is None else operator.index(seed)
+    seed = None if seed is None else as_index(op, "seed", seed)
     key = repeat = None
     if hadamard is False and seed is None:
         key, repeat = prepared.find(op, (x, tensor_amax), recipe, scale_layout, rounding)

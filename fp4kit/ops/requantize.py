@@ -8,8 +8,7 @@ from fp4kit.call import check
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 
 class Requantized(NamedTuple):
@@ -39,9 +38,14 @@ def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
     exact and changed stay there, and both ways are gone, since which one applies is known on the device only.
     Raises what quantize raises (a length that is not whole blocks of the target, ...).
     Source: Model-Optimizer utils/numeric_utils.py, the closed-form cast.
+
+    >>> import fp4kit, numpy as np
+    >>> q = fp4kit.quantize(np.linspace(-9, 9, 64, dtype=np.float32).reshape(2, 32), "mxfp4")
+    >>> fp4kit.requantize(q, "nvfp4").exact
+    True
     """
     q = check.check_quantized("requantize", q)
-    target = find_recipe(recipe)
+    target = recipe_of("requantize", recipe)
     check.check_has_codes("requantize", target)
     result, changed = run("requantize", "requantize", q.packed, q, target)
     return Requantized(result, changed == 0, changed)

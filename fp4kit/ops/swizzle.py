@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
+from fp4kit.arguments import as_shape
 from fp4kit.cuda import prepared
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
@@ -21,6 +22,11 @@ def swizzle(q_or_scales: Any, layout: str) -> Any:
     layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
     Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; NumPy or CuPy, as the scales are.
     Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
+
+    >>> import fp4kit, numpy as np
+    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4")
+    >>> q.block_scale.shape, fp4kit.swizzle(q, "swizzled_128x4").block_scale.shape
+    ((32, 4), (128, 4))
     """
     if isinstance(q_or_scales, Quantized):
         return _change("swizzle", q_or_scales, layout)
@@ -61,6 +67,11 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
 
     Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.
     Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array.
+
+    >>> import fp4kit, numpy as np
+    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
+    >>> fp4kit.unswizzle(q).scale_layout
+    'linear'
     """
     if isinstance(q_or_scales, Quantized):
         return _change("unswizzle", q_or_scales, "linear")
@@ -72,7 +83,7 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
     if layout is None or shape is None:
         raise ValueError("unswizzle: an array of scales needs layout and shape (its linear one); a Quantized knows both")
     layouts.check_layout("unswizzle", layout)
-    scales, shape = _scales("unswizzle", scales, 0), tuple(shape)
+    scales, shape = _scales("unswizzle", scales, 0), as_shape("unswizzle", shape)
     layouts.check_size(scales, layout, shape)
     return change_layout(scales, layout, "linear", shape).reshape(shape)
 

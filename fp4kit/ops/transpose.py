@@ -25,6 +25,11 @@ def transpose(q: Quantized) -> Quantized:
     Exact: transpose(transpose(q)) is q. The bytes are those of quantize(x, recipe, axis=-2), except where the choice of a scale
         follows the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and amax_nan "lanes" looks for NaN in
         every other element of a row.
+
+    >>> import fp4kit, numpy as np
+    >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te-2d")
+    >>> fp4kit.transpose(q)
+    Quantized(nvfp4-te-2d, shape=(32, 64), dtype=float32, axis=0, scale_layout='linear', 4.52 bits a value)
     """
     key, repeat = prepared.find("transpose", (q,))
     return _transpose(q, key) if repeat is None else repeat(q)

@@ -26,7 +26,12 @@ ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp
 
 
 def recipes() -> tuple[str, ...]:
-    """Ids of all recipes, in the order of the table."""
+    """Ids of all recipes, in the order of the table.
+
+    >>> import fp4kit
+    >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
+    (74, 'nvfp4-te')
+    """
     return tuple(RECIPES)
 
 
@@ -34,16 +39,25 @@ def recipe(id: str | Recipe) -> Recipe:
     """The recipe of an id or alias; a Recipe is returned as it is.
 
     Raises ValueError for an unknown id, with the nearest names; TypeError for anything but a str or a Recipe.
+
+    >>> import fp4kit
+    >>> fp4kit.recipe("nvfp4").id, fp4kit.recipe("mxfp4").block
+    ('nvfp4-te', (1, 32))
     """
+    return recipe_of("recipe", id)
+
+
+def recipe_of(op: str, id: Any) -> Recipe:
+    """The same for a function whose argument it is, and whose errors begin with op."""
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
-        raise TypeError(f"recipe: got {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe")
+        raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe")
     found = RECIPES.get(ALIASES.get(id, id))
     if found is None:
         near = difflib.get_close_matches(id.lower(), [*RECIPES, *ALIASES], n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see fp4kit.recipes()"
-        raise ValueError(f"recipe: no recipe is called {id!r}; {hint}")
+        raise ValueError(f"{op}: no recipe is called {id!r}; {hint}")
     return found
 
 

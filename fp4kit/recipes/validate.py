@@ -94,6 +94,8 @@ def _check_element(r: Any) -> None:
         raise TypeError(f"Recipe {r.id}: scale is {r.scale!r}; needs fp4kit.formats.E4M3, E8M0, or None")
     if not r.element.signed or not r.element.has_zero:
         _refuse(r, "element", "needs a format with a sign and a zero")
+    if not r.element.is_integer and r.element.emin - r.element.mantissa_bits < -126:
+        _refuse(r, "element", "needs values that are no subnormals of float32, which recipes compute in; its least is too small")
     if r.scale not in (None, E4M3, E8M0):
         _refuse(r, "scale", "needs E4M3 or E8M0, which the rules write, or None")
     if r.scale is not None and r.element.name == r.scale.name and r.element != r.scale:

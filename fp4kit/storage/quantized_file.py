@@ -18,11 +18,11 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import as_path
 from fp4kit.formats import FLOATS
 from fp4kit.interop import import_arrays
 from fp4kit.quantized import PARTS, Quantized
@@ -64,9 +64,11 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     >>> again.equals(q)
     True
     """
+    place = as_path("save", path)
+    if not isinstance(arrays, Mapping):
+        raise TypeError(f"save: arrays is a {type(arrays).__name__}; needs a dict of Quantized by their names")
     for name, q in arrays.items():
         _check_array(name, q)
-    place = Path(path)
     facts = {"version": VERSION, "arrays": {name: _facts(q) for name, q in arrays.items()}}
     specs = [_Spec(f"{name}.{part}", _STORED[part], tuple(getattr(q, part).shape)) for name, q, part in _parts(arrays)]
     with whole_file(place) as temporary, SafetensorsWriter(temporary, specs, {ENTRY: json.dumps(facts)}) as writer:
@@ -111,7 +113,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     ...     fp4kit.load(f"{folder}/a.safetensors")
     {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits a value)}
     """
-    place = Path(path)
+    place = as_path("load", path)
     file = read_header(place, f"load: {place.name}")
     described = _described(file)
     entries = {entry.name: entry for entry in file.entries}

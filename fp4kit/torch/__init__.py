@@ -11,7 +11,8 @@ from typing import Any
 
 from torch.utils import _pytree
 
-from fp4kit.quantized import Quantized, flatten, unflatten
+from fp4kit.pieces import flatten, unflatten
+from fp4kit.quantized import Quantized
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
 

@@ -13,7 +13,8 @@ from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Options, quantize_call
 from fp4kit.libraries import numpy_dtype
-from fp4kit.quantized import PARTS, unflatten
+from fp4kit.pieces import unflatten
+from fp4kit.quantized import PARTS
 from fp4kit.recipes.spec import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import check_devices, detached, outline, own

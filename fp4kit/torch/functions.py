@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.ops.grouped_plan import per_tensor
-from fp4kit.quantized import Quantized, unflatten
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.pieces import unflatten
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.spec import to_spec
 from fp4kit.torch import codes, groups, transforms
 from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
@@ -96,7 +97,7 @@ def fake_quantize(
     check_tensor("fake_quantize", x)
     amaxes = _amax(x, tensor_amax), _amax(x, block_amax)
     options = str(rounding), _seed(seed), _amax(x, amax), bool(pass_through)
-    return transforms.fake_quantize(x, _named(recipe), operator.index(axis), *amaxes, *options)
+    return transforms.fake_quantize(x, _named(recipe), as_index("fake_quantize", "axis", axis), *amaxes, *options)
 
 
 def fake_quantize_grouped(
@@ -129,7 +130,8 @@ def fake_quantize_grouped(
         check_tensor(op, x, f"xs[{i}]")
     names = ("tensor_amax", "block_amax", "amax")
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
-    spec, axis, random, pass_through = _named(recipe), operator.index(axis), (str(rounding), _seed(seed)), bool(pass_through)
+    axis = as_index("fake_quantize_grouped", "axis", axis)
+    spec, random, pass_through = _named(recipe), (str(rounding), _seed(seed)), bool(pass_through)
     if torch._C._are_functorch_transforms_active():  # PyTorch has no gradients for operators on lists there
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
@@ -169,7 +171,7 @@ def quantize(
     (241, [[127]], (1, 32))
     """
     check_tensor("quantize", x)
-    r, axis = find_recipe(recipe), operator.index(axis)
+    r, axis = recipe_of("quantize", recipe), as_index("quantize", "axis", axis)
     options = str(scale_layout), str(rounding), _seed(seed), str(hadamard), _amax(x, block_amax)
     arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(x, tensor_amax), *options)
     names = ("packed", *["block_scale"] * (r.scale is not None), *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"))

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_entries
 from fp4kit.call.shards import check_castable, check_shard, square_block
 from fp4kit.distributed import Communicator
 from fp4kit.interop import device_name, import_arrays
 from fp4kit.libraries import Home, of_plan
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.training.master_weights_device import DeviceStages
 from fp4kit.training.master_weights_host import HostStages
 from fp4kit.training.partition import exchange_cuts, refuse
@@ -63,6 +63,12 @@ def cast_master_weights(
         out or repeat an element, or processes name different matrices. NaN is a ValueError on a CPU; a GPU does not look for it.
     For training steps make a MasterWeightsPlan once: this function makes one for the call.
     Source: the algorithm of TE's quantize_master_weights, right at odd offsets and for K % 64 != 0 too.
+
+    >>> import fp4kit, numpy as np
+    >>> from fp4kit.distributed import SingleProcess
+    >>> w = np.ones((16, 32), np.float32)
+    >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
+    [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits a value)]
     """
     return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise).cast()
 
@@ -80,6 +86,9 @@ class MasterWeightsPlan:
     def __init__(
         self, shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
     ) -> None:
+        if not all(hasattr(comm, name) for name in ("rank", "size")):
+            raise TypeError(f"cast_master_weights: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
+        shards = as_entries("cast_master_weights", "shards", shards)
         self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])
         with self._home.entered():
             self._make(shards, recipe, columnwise)
@@ -87,7 +96,7 @@ class MasterWeightsPlan:
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
         comm = self._comm
         try:
-            r = find_recipe(recipe)
+            r = recipe_of("cast_master_weights", recipe)
             values, shapes = _check_shards(shards, r, columnwise)
             on_host = all(isinstance(v, np.ndarray) for v in values)
             if not on_host:
@@ -159,6 +168,9 @@ def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
     """Arrays and shapes, if they are right."""
+    for i, shard in enumerate(shards):
+        if not isinstance(shard, Shard):
+            raise TypeError(f"cast_master_weights: shards[{i}] is a {type(shard).__name__}; needs a fp4kit.Shard")
     values = _import([s.values for s in shards])
     check_castable("cast_master_weights", r)
     shapes = [check_shard("cast_master_weights", v, s.shape, s.start, r) for v, s in zip(values, shards, strict=True)]

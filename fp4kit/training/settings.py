@@ -11,8 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
-from fp4kit.recipes import Recipe
-from fp4kit.recipes import recipe as find_recipe
+from fp4kit.recipes import Recipe, recipe_of
 
 # Weights of routed experts, as Megatron (linear_fc1.weight3) and Hugging Face (3.gate_proj.weight) name them.
 EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
@@ -45,12 +44,12 @@ class FakeQuantSettings:
                 )
             object.__setattr__(self, field, tuple(patterns))
         if self.recipe is not None:
-            find_recipe(self.recipe)
+            recipe_of("FakeQuantSettings", self.recipe)
         if self.block_size is not None:
             self._check_block_size()
 
     def _check_block_size(self) -> None:
-        block = None if self.recipe is None else find_recipe(self.recipe).block
+        block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
                 f"FakeQuantSettings: block_size is {self.block_size!r}, but recipe {self.recipe!r} has no blocks of one row; "
@@ -103,7 +102,7 @@ class FakeQuantSettings:
         """The recipe with its block size; None if nothing is quantized."""
         if self.recipe is None:
             return None
-        found = find_recipe(self.recipe)
+        found = recipe_of("FakeQuantSettings", self.recipe)
         return found if self.block_size is None else replace(found, block=(1, operator.index(self.block_size)))
 
     def is_quantized(self, name: str) -> bool:

@@ -1,0 +1,44 @@
+"""Arguments that are plain numbers and shapes: what is none is refused in the name of the function that was called."""
+
+from __future__ import annotations
+
+import operator
+from pathlib import Path
+from typing import Any
+
+
+def as_index(op: str, name: str, value: Any) -> int:
+    """An int, or what stands for one as operator.index has it. Raises TypeError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} is {value!r:.60}; needs an int") from None
+
+
+def as_shape(op: str, shape: Any) -> tuple[int, ...]:
+    """A tuple of lengths. Raises TypeError for what is no sequence of ints, ValueError for a length below 0."""
+    try:
+        found = tuple(map(operator.index, shape))
+    except TypeError:
+        raise TypeError(f"{op}: shape is {shape!r:.60}; needs a tuple of ints, the shape of x") from None
+    if found and min(found) < 0:
+        raise ValueError(f"{op}: shape is {shape!r}; needs lengths >= 0")
+    return found
+
+
+def as_entries(op: str, name: str, value: Any) -> Any:
+    """A list or tuple as it is, another iterable as a list. Raises TypeError for what cannot be gone through."""
+    if isinstance(value, (list, tuple)):
+        return value
+    try:
+        return list(value)
+    except TypeError:
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a sequence of arrays") from None
+
+
+def as_path(op: str, path: Any) -> Path:
+    """A path. Raises TypeError for what is none."""
+    try:
+        return Path(path)
+    except TypeError:
+        raise TypeError(f"{op}: path is {path!r:.60}; needs a str or another path") from None

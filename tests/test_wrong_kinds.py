@@ -1,0 +1,84 @@
+"""Ints, strings and other things in the place of an argument: an error of the function that was called, before any work."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.distributed import SingleProcess
+
+X = np.ones((32, 64), np.float32)
+Q = fp4kit.quantize(X, "nvfp4-te-2d")
+FLAT = X.reshape(-1)
+RIGHT = {
+    "amax": {"x": X, "recipe": "nvfp4"},
+    "amax_grouped": {"xs": [X], "recipe": "nvfp4"},
+    "cast_master_weights": {"shards": [fp4kit.Shard(FLAT, X.shape)], "comm": SingleProcess(), "recipe": "nvfp4-te-2d"},
+    "compare": {"a": Q, "b": X},
+    "dequantize": {"q": Q},
+    "fake_quantize": {"x": X, "recipe": "nvfp4"},
+    "fake_quantize_backward": {"grad": X, "x": X, "recipe": "nvfp4", "pass_through": False},
+    "fake_quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
+    "fake_quantize_grouped_backward": {"grads": [X], "xs": [X], "recipe": "nvfp4", "pass_through": False},
+    "GroupedPlan": {"xs": [X], "recipe": "nvfp4"},
+    "identify": {"q": Q, "x": X},
+    "pack": {"codes": Q.packed & 7},
+    "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
+    "partial_cast": {
+        "shard": FLAT, "out": Q.packed.copy(), "block_amax": np.ones((2, 4), np.float32), "shape": (32, 64), "start": 0,
+        "recipe": "nvfp4-te-2d",
+    },
+    "quantize": {"x": X, "recipe": "nvfp4"},
+    "quantize_both": {"x": X, "recipe": "nvfp4"},
+    "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
+    "recipe": {"id": "nvfp4"},
+    "requantize": {"q": Q, "recipe": "mxfp4"},
+    "swizzle": {"q_or_scales": Q, "layout": "swizzled_8x4"},
+    "transpose": {"q": Q},
+    "unpack": {"packed": Q.packed},
+    "unswizzle": {"q_or_scales": Q.block_scale, "layout": "linear", "shape": Q.block_scale.shape},
+}  # fmt: skip
+FILES = {"save": {"path": "w.safetensors", "arrays": {"w": Q}}, "load": {"path": "w.safetensors"}}
+WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object()]
+NOT_CALLED = {"recipes", "MasterWeightsPlan"}  # without arguments; what cast_master_weights makes
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fp4kit.save("w.safetensors", {"w": Q})
+
+
+def test_every_function_is_here():
+    functions = {name for name in fp4kit.__all__ if inspect.isfunction(getattr(fp4kit, name))}
+    assert functions - NOT_CALLED <= RIGHT.keys() | FILES.keys()
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *FILES])
+def test_errors_carry_the_name(name):
+    """What is accepted, such as None for a default, is accepted; the rest is refused."""
+    function, right = getattr(fp4kit, name), (RIGHT | FILES)[name]
+    function(**right)
+    refused = 0
+    for argument in inspect.signature(function).parameters:
+        if argument == "op":  # what errors begin with
+            continue
+        for value in WRONG:
+            try:
+                function(**{**right, argument: value})
+            except (TypeError, ValueError, NotImplementedError) as error:
+                assert str(error).startswith(f"{name}: "), f"{argument}={value!r}"
+                refused += 1
+            except FileNotFoundError:
+                assert name == "load" and value == "three"
+    assert refused >= 4
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_required_argument_is_never_anything(name):
+    function, right = getattr(fp4kit, name), RIGHT[name]
+    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    for argument in required:
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+            function(**{**right, argument: object()})
