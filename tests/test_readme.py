@@ -50,3 +50,21 @@ def test_linked_files_exist() -> None:
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "code", [pytest.param(code, marks=pytest.mark.exhaustive if "torch.compile" in code else ()) for code in EXECUTED]
+)
+def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
+    """The one that torch.compile compiles takes its time."""
+    if "import torch" in code:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXECUTED) == TEXT.count("<!-- executed -->") == 2

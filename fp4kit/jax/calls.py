@@ -1,14 +1,30 @@
-"""How fp4kit's functions are called in JAX: at once on arrays that are there, by a callback on the host while JAX traces."""
+"""How fp4kit's functions are called in JAX: at once on arrays that are there, by a callback or a handler while JAX traces.
+
+A call that is traced is described by a text, which the compiled program carries: the function's name and its arguments, arrays by
+their places. On CUDA a handler of XLA's foreign function interface runs it where the arrays are (ffi.py), if CuPy is installed;
+elsewhere, jax.pure_callback runs it on the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import jax
 import numpy as np
 
+import fp4kit
 from fp4kit.call.outline import Outline
+from fp4kit.jax import ffi
+from fp4kit.quantized import Quantized
+from fp4kit.recipes.spec import from_spec, to_spec
+
+Array = Any
+Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def is_traced(*arguments: Any) -> bool:
@@ -22,18 +38,71 @@ def outline(a: Any) -> Any:
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """What a callback says of a result that is like an array."""
+    """Shape and dtype of a result that is like an array."""
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
-def on_host(function: Callable[..., Any], results: Any, *arguments: Any) -> Any:
-    """function of NumPy arrays in place of the arguments' arrays; results: ShapeDtypeStructs. Under vmap a loop.
+def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
+    """The arrays that a function of fp4kit gives, in a program that JAX traces. Under vmap a loop; gradients stop here."""
+    arrays: list[Array] = []
+    text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
+    arrays = [jax.lax.stop_gradient(array) for array in arrays]
+    host, device = partial(_on_host, text, list(results)), partial(_on_device, text, list(results))
+    if "cupy" not in sys.modules and find_spec("cupy") is None:
+        return host(*arrays)
+    ffi.register("CUDA", run)
+    return jax.lax.platform_dependent(*arrays, cuda=device, default=host)
 
-    The callback's threads take subnormal numbers for zero; fp4kit computes in IEEE arithmetic there, too.
+
+def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+    return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
+
+
+def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
+    return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
+
+
+def run(text: str, *arrays: Array) -> list[Array]:
+    """The call that a text describes, of NumPy or CuPy arrays, or of what NumPy takes for arrays.
+
+    Threads of XLA take subnormal numbers for zero; fp4kit computes in IEEE arithmetic there, too.
     """
+    there = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
+    function, arguments = json.loads(text)
+    given = {name: _decoded(value, there) for name, value in arguments.items()}
+    if getattr(given.get("seed"), "ndim", None) == 0:
+        given["seed"] = int(given["seed"])
+    result = getattr(fp4kit, function)(**given)
+    if isinstance(result, Quantized):
+        return [array for array in result.parts().values() if array is not None]
+    return result if isinstance(result, list) else [result]
 
-    def call(*arrays: Any) -> Any:
-        return function(*jax.tree.map(np.asarray, arrays))
 
-    arguments = jax.lax.stop_gradient(arguments)
-    return jax.pure_callback(call, results, *arguments, vmap_method="sequential")
+def _encoded(value: Any, arrays: list[Array]) -> Any:
+    """A value as JSON has it; arrays join the list, and stand there by their place."""
+    if isinstance(value, Quantized):
+        facts = {"shape": value.shape, "dtype": value.dtype.name, "axis": value.axis, "scale_layout": value.scale_layout}
+        parts = {name: _encoded(array, arrays) for name, array in value.parts().items()}
+        return {"quantized": {**facts, **parts, "recipe": _encoded(value.recipe, arrays)}}
+    if isinstance(value, fp4kit.Recipe):
+        return {"recipe": to_spec(value)}
+    if isinstance(value, (list, tuple)):
+        return [_encoded(entry, arrays) for entry in value]
+    if hasattr(value, "dtype"):
+        arrays.append(value)
+        return {"array": len(arrays) - 1}
+    return value
+
+
+def _decoded(value: Any, arrays: list[Array]) -> Any:
+    """The inverse of _encoded."""
+    if isinstance(value, list):
+        return [_decoded(entry, arrays) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return arrays[value["array"]]
+    if "recipe" in value and len(value) == 1:
+        return from_spec(value["recipe"])
+    fields = {name: _decoded(entry, arrays) for name, entry in value["quantized"].items()}
+    return Quantized(**fields | {"shape": tuple(fields["shape"])})

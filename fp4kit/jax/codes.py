@@ -11,10 +11,10 @@ from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Hadamard, Options, quantize_call
-from fp4kit.jax.calls import is_traced, on_host, outline
+from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.functions import as_jax
 from fp4kit.libraries import numpy_dtype
-from fp4kit.pieces import flatten, unflatten
+from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -37,7 +37,7 @@ def quantize(
     Returns Quantized of arrays on the device of x. It may be argument and result of jitted functions, and goes through jax.tree
         and jax.device_put; its arrays are the leaves, all else is static. Under jax.vmap its arrays have one more axis than its
         shape says, until dequantize under jax.vmap takes it away.
-    While JAX traces it is a jax.pure_callback, as fake_quantize is. Gradients stop here.
+    In a program that JAX traces it runs as fake_quantize does. Gradients stop here.
     Raises what fp4kit.quantize raises; what depends on shapes and dtypes also while it is traced.
 
     >>> q = jax.jit(lambda x: quantize(x, "mxfp4"))(jax.numpy.array([[0.5, -6.0] * 16]))
@@ -45,28 +45,19 @@ def quantize(
     (241, [[127]], (1, 32))
     """
     x = as_jax("quantize", x)
-    r, axis = recipe_of("quantize", recipe), as_index("quantize", "axis", axis)
-
-    def run(x: Any, tensor_amax: Any, block_amax: Any, seed: Any) -> Quantized:
-        random = int(seed) if getattr(seed, "ndim", None) == 0 else seed
-        options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": random, "hadamard": hadamard}
-        return fp4kit.quantize(x, r, axis=axis, tensor_amax=tensor_amax, block_amax=block_amax, **options)
-
+    r, number = recipe_of("quantize", recipe), getattr(seed, "ndim", None) == 0
+    amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    axis = as_index("quantize", "axis", axis)
+    options = {"axis": axis, "scale_layout": scale_layout, "rounding": rounding, "hadamard": hadamard}
     if not is_traced(x, tensor_amax, block_amax, seed):
-        return run(x, tensor_amax, block_amax, seed)
-    random = 0 if getattr(seed, "ndim", None) == 0 else outline(seed)
+        arguments: dict[str, Any] = {**options, **amaxes, "seed": int(seed) if number else seed}
+        return fp4kit.quantize(x, r, **arguments)
+    how = Options(scale_layout, rounding, 0 if number else outline(seed), hadamard)
     given = outline(tensor_amax), outline(block_amax)
-    options = Options(scale_layout, rounding, random, hadamard)
-    call = quantize_call("quantize", outline(x), r, axis, options, tensor_amax=given[0], block_amax=given[1])
+    call = quantize_call("quantize", outline(x), r, axis, how, tensor_amax=given[0], block_amax=given[1])
     found = {name: jax.ShapeDtypeStruct(*facts) for name, facts in parts(call).items()}
-    number = seed if isinstance(seed, int) else None  # of 64 bits, which an array of JAX need not have
-
-    def codes(x: Any, tensor_amax: Any, block_amax: Any, seed: Any) -> dict[str, Any]:
-        q = run(x, tensor_amax, block_amax, seed if number is None else number)
-        return {name: getattr(q, name) for name in found}
-
-    arrays = on_host(codes, found, x, tensor_amax, block_amax, None if number is not None else seed)
-    return unflatten(arrays.values(), (tuple(arrays), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
+    arrays = traced("quantize", list(found.values()), x=x, recipe=r, seed=seed, **options, **amaxes)
+    return unflatten(arrays, (tuple(found), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 
 
 def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
@@ -82,9 +73,7 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     check.check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
     check.check_values_dtype("dequantize", wanted)
-    arrays, facts = flatten(q)
-    if not is_traced(q):
-        values: Any = fp4kit.dequantize(q, wanted)
-        return values
-    result = jax.ShapeDtypeStruct(q.shape, wanted)
-    return on_host(lambda *arrays: fp4kit.dequantize(unflatten(arrays, facts), wanted), result, *arrays)
+    if is_traced(q):
+        return traced("dequantize", [jax.ShapeDtypeStruct(q.shape, wanted)], q=q, dtype=wanted.name)[0]
+    values: Any = fp4kit.dequantize(q, wanted)
+    return values

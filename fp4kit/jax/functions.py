@@ -12,7 +12,7 @@ import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.parse import Options, backward_call, fake_call
-from fp4kit.jax.calls import is_traced, like, on_host, outline
+from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -59,9 +59,10 @@ def fake_quantize(
 
     Returns a new array of x's shape and dtype, on its device.
     Works under jax.jit, grad, vmap, scan and checkpoint. On arrays that are there it runs where they are, on the CPU or on CUDA
-        (through DLPack). While JAX traces it is a jax.pure_callback: on CUDA, x and the result then pass through the host, which
-        takes the time of two copies. Under jax.vmap it is the loop over the mapped axis: each entry has its own amax, and the
-        same seed. recipe, axis, rounding and pass_through are static.
+        (through DLPack). In a program that JAX traces it is a jax.pure_callback on the CPU, and on CUDA a handler of XLA's
+        foreign function interface, which works on the program's buffers and stream, if CuPy is installed; without, a callback
+        too, through the host. Under jax.vmap it is the loop over the mapped axis: each entry has its own amax, and the same
+        seed. recipe, axis, rounding and pass_through are static.
     Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and dtypes also
         while it is traced. TypeError unless x is an array of JAX or NumPy.
     Exact: the bits of fp4kit.fake_quantize, which states the numerics; subnormal numbers included, which XLA flushes.
@@ -117,12 +118,11 @@ def check_fake(op: str, how: How, x: Any, given: Amaxes) -> None:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(how: How, x: Any, given: Amaxes) -> Any:
     """fake_quantize, and its gradient below."""
-
-    def run(x: Any, given: Amaxes) -> Any:
-        options = {"axis": how.axis, "rounding": how.rounding, "seed": seed_of(how, given.seed)}
-        return fp4kit.fake_quantize(x, how.recipe, tensor_amax=given.tensor_amax, block_amax=given.block_amax, **options)
-
-    return on_host(run, like(x), x, given) if is_traced(x, given) else run(x, given)
+    amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
+    options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
+    if is_traced(x, given):
+        return traced("fake_quantize", [like(x)], x=x, seed=how.seed if given.seed is None else given.seed, **options)[0]
+    return fp4kit.fake_quantize(x, seed=seed_of(how, given.seed), **options)
 
 
 def _forward(how: How, x: Any, given: Amaxes) -> tuple[Any, Any]:
@@ -140,11 +140,10 @@ _fake_quantize.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(how: How, grad: Any, x: Any, amax: Any) -> Any:
     """The clipped gradient, which is linear in grad, and constant in x almost everywhere."""
-
-    def run(grad: Any, x: Any, amax: Any) -> Any:
-        return fp4kit.fake_quantize_backward(grad, x, how.recipe, axis=how.axis, amax=amax, pass_through=False)
-
-    return on_host(run, like(grad), grad, x, amax) if is_traced(grad, x, amax) else run(grad, x, amax)
+    arguments = {"grad": grad, "x": x, "recipe": how.recipe, "axis": how.axis, "amax": amax, "pass_through": False}
+    if is_traced(grad, x, amax):
+        return traced("fake_quantize_backward", [like(grad)], **arguments)[0]
+    return fp4kit.fake_quantize_backward(**arguments)
 
 
 _clip.defvjp(

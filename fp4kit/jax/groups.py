@@ -9,7 +9,7 @@ import jax
 
 import fp4kit
 from fp4kit.call.each import each
-from fp4kit.jax.calls import is_traced, like, on_host
+from fp4kit.jax.calls import is_traced, like, traced
 from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
 from fp4kit.ops.grouped_plan import per_tensor
 from fp4kit.recipes import Recipe
@@ -31,7 +31,7 @@ def fake_quantize_grouped(
 
     xs: a sequence of arrays of any shapes and dtypes, such as the weights of experts, or one stacked array (experts first).
     tensor_amax, block_amax, amax: None, or one for each x: a sequence, or an array whose first axis is as long.
-    The other arguments, what it works under, and where it runs, are those of fake_quantize: while JAX traces, one callback.
+    The other arguments, what it works under, and where it runs, are those of fake_quantize.
     Returns a list of new arrays. Raises what fp4kit.fake_quantize_grouped raises.
 
     >>> experts = [jax.numpy.full((2, 16), 0.3), jax.numpy.full((4, 16), 3.0)]
@@ -57,12 +57,12 @@ def _rows(xs: list[Any], given: Amaxes) -> list[Amaxes]:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(how: How, xs: Any, given: Amaxes) -> Any:
     """fake_quantize_grouped, and its gradient below."""
-
-    def run(xs: Any, given: Amaxes) -> Any:
-        options = {"axis": how.axis, "rounding": how.rounding, "seed": seed_of(how, given.seed)}
-        return fp4kit.fake_quantize_grouped(xs, how.recipe, tensor_amax=given.tensor_amax, block_amax=given.block_amax, **options)
-
-    return on_host(run, list(map(like, xs)), xs, given) if is_traced(xs, given) else run(xs, given)
+    amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
+    options = {"recipe": how.recipe, "axis": how.axis, "rounding": how.rounding, **amaxes}
+    if is_traced(xs, given):
+        seed = how.seed if given.seed is None else given.seed
+        return traced("fake_quantize_grouped", list(map(like, xs)), xs=xs, seed=seed, **options)
+    return fp4kit.fake_quantize_grouped(xs, seed=seed_of(how, given.seed), **options)
 
 
 def _forward(how: How, xs: Any, given: Amaxes) -> tuple[Any, Any]:
@@ -80,13 +80,10 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(how: How, grads: Any, xs: Any, amaxes: Any) -> Any:
     """The clipped gradients, which are linear in grads, and constant in xs almost everywhere."""
-
-    def run(grads: Any, xs: Any, amaxes: Any) -> Any:
-        options = {"axis": how.axis, "amax": amaxes, "pass_through": False}
-        return fp4kit.fake_quantize_grouped_backward(grads, xs, how.recipe, **options)
-
-    traced = is_traced(grads, xs, amaxes)
-    return on_host(run, list(map(like, grads)), grads, xs, amaxes) if traced else run(grads, xs, amaxes)
+    arguments = {"grads": grads, "xs": xs, "recipe": how.recipe, "axis": how.axis, "amax": amaxes, "pass_through": False}
+    if is_traced(grads, xs, amaxes):
+        return traced("fake_quantize_grouped_backward", list(map(like, grads)), **arguments)
+    return fp4kit.fake_quantize_grouped_backward(**arguments)
 
 
 _clip.defvjp(

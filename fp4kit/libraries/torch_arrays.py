@@ -52,7 +52,7 @@ def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     if not x.is_cuda:
         yield tensor_of
         return
-    with interop.making_current(x.device.index), _cupy_stream(stream_of(x.device)), interop.cupy().cuda.using_allocator(allocate):
+    with interop.making_current(x.device.index), cupy_stream(stream_of(x.device)), interop.cupy().cuda.using_allocator(allocate):
         yield tensor_of
 
 
@@ -87,7 +87,7 @@ def _raw_stream() -> Callable[[int], int]:
 
 
 @lru_cache(_MOST_STREAMS)
-def _cupy_stream(stream: Stream) -> Any:
+def cupy_stream(stream: Stream) -> Any:
     """The stream as CuPy's current one, in a with statement; its device must be the current one."""
     cuda = interop.cupy().cuda
     make = getattr(cuda.Stream, "from_external", None)

@@ -1,0 +1,58 @@
+"""fp4kit.torch: models whose parameters are read fake-quantized."""
+
+import copy
+import importlib
+
+import pytest
+from tensors import to_numpy
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.training.settings import FakeQuantSettings
+
+torch = pytest.importorskip("torch")
+ft = importlib.import_module("fp4kit.torch")
+
+
+
+def a_model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+
+
+def test_a_parametrized_model():
+    model, x = a_model(), torch.randn(4, 32)
+    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",), pass_through=False)
+    plain = copy.deepcopy(model)
+    assert ft.fake_quantize_model(model, settings) == ["0.weight", "2.weight"]
+    weights = [fp4kit.fake_quantize(to_numpy(plain[i].weight), "nvfp4-te") for i in (0, 2)]
+    for i, weight in zip((0, 2), weights, strict=True):
+        assert_same_bits(to_numpy(model[i].weight), weight)
+        assert torch.equal(model[i].parametrizations.weight.original, plain[i].weight)
+    again = copy.deepcopy(model)
+    again.load_state_dict(model.state_dict())
+    assert "0.parametrizations.weight.original" in model.state_dict() and torch.equal(again(x), model(x))
+    again(x).sum().backward()
+    assert again[0].parametrizations.weight.original.grad.any() and model[0].parametrizations.weight.original.grad is None
+    assert "'0.weight', nvfp4-te, pass_through=False" in str(model)
+    torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert torch.equal(model[0].weight, plain[0].weight)
+
+
+def test_tied_and_already_parametrized_parameters():
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 32), "head": torch.nn.Linear(32, 8, bias=False)})
+    model["head"].weight = model["embed"].weight
+    torch.nn.utils.parametrize.register_parametrization(model["head"], "weight", torch.nn.Identity())
+    assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp")) == ["embed.weight", "head.weight"]
+    originals = [model[name].parametrizations.weight.original for name in ("embed", "head")]
+    assert originals[0] is originals[1] and torch.equal(model["embed"].weight, model["head"].weight)
+    with pytest.raises(ValueError, match=r"fake_quantize_model: head.weight is fake-quantized already; leave it out"):
+        ft.fake_quantize_model(model, FakeQuantSettings("mxfp4-ocp", parameters=("head.*",)))
+
+
+def test_a_model_that_does_not_fit_stays_as_it_was():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=r"1.weight: fake_quantize: axis 1 has length 8; nvfp4-te needs a multiple of 16"):
+        ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
+    assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
+    assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
