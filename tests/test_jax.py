@@ -1,12 +1,14 @@
 """fp4kit.jax: values and gradients are fp4kit's in every bit, at once and under jit, grad, vmap, scan; Quantized is a pytree."""
 
 import doctest
+import gc
 import importlib
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
 
 import fp4kit
@@ -297,6 +299,24 @@ def test_large_arrays_and_many_callbacks():
     step = jax.jit(lambda x: fj.fake_quantize(fj.fake_quantize(x @ x, "mxfp4") + x, "nvfp4-te"))
     for found in [step(x) for _ in range(3)]:
         assert found.shape == x.shape and bool(jnp.isfinite(found).all())
+
+
+@pytest.mark.parametrize("rounds", [25, *exhaustive([2_500])])
+def test_calls_leave_nothing_behind(rounds):
+    """10^4 calls in an exhaustive run: four each round."""
+    step = jax.jit(jax.grad(lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)))
+
+    def work():
+        x = jnp.asarray(SMALL)
+        return step(x), fj.fake_quantize_grouped([x, x], VARIANT), fj.dequantize(fj.quantize(x, "nvfp4-te"))
+
+    work()
+    gc.collect()
+    alive = len(jax.live_arrays())
+    for _ in range(rounds):
+        work()
+    gc.collect()
+    assert len(jax.live_arrays()) == alive
 
 
 @pytest.mark.parametrize("module", ["functions", "groups", "codes"])

@@ -58,6 +58,10 @@ CALLS = {
     "group backward": ("fake_quantize_grouped_backward", lambda: (two(), [X, X.reshape(2, 64)], "nvfp4-te", -1, [ONE, TWO])),
     "quantize": ("quantize", lambda: (X, "nvfp4-te", -1, None, "linear", "nearest", None, "False", None)),
     "quantize at": ("quantize", lambda: (X.repeat(8, 1), "nvfp4-te", 0, ONE, "swizzled_128x4", "stochastic", SEED, "True", None)),
+    "quantize experts": (
+        "quantize",
+        lambda: (tensor(1, (3, 4, 32)), "nvfp4-te", -1, torch.ones(3, 1, 1), "linear", "nearest", None, "False", None),
+    ),
     "quantize MX": ("quantize", lambda: (X, to_spec(VARIANT), -1, None, "linear", "nearest", None, "False", None)),
     "quantize rows": ("quantize", lambda: (X, "int8-modelopt-channel", -1, None, "linear", "nearest", None, "False", None)),
     "dequantize": ("dequantize", lambda: parts_of(ft.quantize(X, "nvfp4-te"))),
