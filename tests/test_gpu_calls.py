@@ -93,7 +93,7 @@ WRONG_QUANTIZE = {
     "list of recipes": (lambda: {"recipe": ["nvfp4-te"]}, TypeError, "needs an id such as"),
     "axis": (lambda: {"axis": 0}, ValueError, "out has axis 1; needs 0"),
     "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 of a 2-d array; needs -2 to 1"),
-    "axis as float": (lambda: {"axis": -1.0}, TypeError, "integer"),
+    "axis as float": (lambda: {"axis": -1.0}, TypeError, "quantize: axis is -1.0; needs an int"),
     "layout": (lambda: {"scale_layout": "swizzled_128x4"}, ValueError, "out has scale_layout linear; needs swizzled_128x4"),
     "no layout": (lambda: {"scale_layout": "swizzled"}, ValueError, "scale_layout is 'swizzled'"),
     "rounding": (lambda: {"rounding": "up"}, ValueError, "rounding is 'up'"),

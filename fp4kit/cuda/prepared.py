@@ -195,7 +195,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
         return None
     if call.out is not None and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
         return None
-    work = finding(call, work)
+    work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
     results = Result.of(call, last) if both or not columns else None, Result.of(call, call.axis) if columns else None
     return QuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), *results)
@@ -229,7 +229,7 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
     if not one or count(call, work, call.tensor_amax) != 1:
         return None
-    way, work = way_of(work), finding(call, work)
+    way, work = way_of(work), finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
     return FakeQuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), call.x.dtype)
 

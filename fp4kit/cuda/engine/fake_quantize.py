@@ -22,7 +22,7 @@ def fake_quantize(call: Call) -> Any:
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
-        work = finding(call, work)
+        work = finding(call, work, x)
         amax = empty_amax() if work.finds_amax else None if takes_own_amaxes(call) else tensor_amax(call, x)
         if x.size:
             seed = call.random if isinstance(call.random, int) else 0

@@ -9,7 +9,7 @@ from typing import Any
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.launch import Matrix, is_whole
 from fp4kit.cuda.ways import Work
 
 MOST_FOUND = 1 << 18  # elements of an array whose amax each thread block finds for itself
@@ -52,14 +52,14 @@ def count(call: Call, work: Work, amax: Any) -> int:
     return B
 
 
-def finding(call: Call, work: Work) -> Work:
-    """The work, with its amax found by the kernel itself where that is not given and the array is one small matrix.
+def finding(call: Call, work: Work, x: Any) -> Work:
+    """The work, with its amax found by the kernel itself where that is not given and x is one small matrix of whole runs.
 
-    Each thread block then reads the whole array, which costs the device less than two more launches cost the host.
+    Each thread block then reads all of x, contiguous, which costs the device less than two more launches cost the host.
     """
-    x, r = call.x, call.recipe
+    r = call.recipe
     wanted = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
-    small = 0 < x.size <= MOST_FOUND and count(call, work, None) == 1
+    small = 0 < x.size <= MOST_FOUND and is_whole(Matrix(x), work) and count(call, work, None) == 1
     return work._replace(finds_amax=True) if wanted and small else work
 
 

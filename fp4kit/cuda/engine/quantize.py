@@ -23,7 +23,7 @@ def quantize(call: Call) -> Quantized:
     way_of(work), count(call, work, call.tensor_amax)  # declined before any work
     with interop.making_current(call.x.device.id):
         x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
-        work = finding(call, work)
+        work = finding(call, work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
         result = allocate(call, amax) if call.out is None else call.out
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
@@ -44,7 +44,7 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
         return quantize(row), quantize(column)
     with interop.making_current(row.x.device.id):
         x = interop.cupy().ascontiguousarray(row.x)
-        work = finding(row._replace(mask=column.mask), work)
+        work = finding(row._replace(mask=column.mask), work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
         q_row, q_column = allocate(row, amax), allocate(column, amax)
         launch(column, work, x, amax, q_row, q_column)

@@ -61,6 +61,24 @@ struct Untransformed {
   static constexpr u32 kSignMask = 0u;
 };
 
+// The same of all elements for a thread block by itself: 256 bytes a thread are on their way at a time, since nothing else hides
+// how long they take.
+template <class In, AmaxInput kInput, bool kAligned>
+FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
+  constexpr int kRun = kAmaxRun, kAtOnce = 256 / (kRun * sizeof(typename In::Bits));
+  u32 largest = 0u;
+  const i64 runs = kAligned ? count / kRun : 0;
+  for (i64 first = threadIdx.x; first < runs; first += kAtOnce * kThreads) {
+    Run<In, kRun> some[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kThreads, runs - 1) * kRun);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) largest = maximum(largest, largest_of_run<Untransformed, In, kInput>(some[k]));
+  }
+  const i64 rest = runs * kRun;
+  return maximum(largest, largest_bits<Untransformed, In, kInput, false>(x + rest, count - rest, threadIdx.x, kThreads));
+}
+
 // Where R::kFindsAmax, before anything else: the amax of the whole array, which every thread block finds for itself and then has in
 // a.tensor_amax; the first one also writes it to where that pointed. One launch instead of three, for arrays that are small.
 template <class R, class In, bool kAligned, class Arguments>
@@ -71,7 +89,7 @@ FP4KIT_DEVICE void find_amax(Arguments& a) {
                                                                    : AmaxInput::finite;
     __shared__ float found;
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
-    const u32 mine = largest_bits<Untransformed, In, kInput, kAligned>(x, a.rows * a.columns, threadIdx.x, kThreads);
+    const u32 mine = largest_of_all<In, kInput, kAligned>(x, a.rows * a.columns);
     const u32 largest = largest_of_block<kThreads>(mine);
     if (threadIdx.x == 0) {
       found = float_of(largest);
