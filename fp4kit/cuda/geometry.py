@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ class Launch:
 
     def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
-        self._handle: int = getattr(function, "ptr", 0)  # the driver's; none where the host plays the GPU
+        self._handle: int | None = None  # the driver's, known when it is first wanted
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[_Slot] = []  # memory that no thread is using, since the driver copied it
 
@@ -99,19 +100,23 @@ class Launch:
         except IndexError:
             slot = _Slot.of(self._layout.size)
         self._layout.pack_into(slot.memory, 0, *values, *self._sizes)
-        if stream is None or not self._handle:
+        if stream is None:
             self._function(self._grid, self._block, (slot.struct,))
         else:
             self._launch_by_driver(slot, stream)
         self._free.append(slot)
 
     def _launch_by_driver(self, slot: _Slot, stream: Any) -> None:
-        """Without what CuPy's call does for arguments of any kind; a thread that has no context yet gets it by that call."""
-        driver, (blocks,), (threads,) = interop.cupy().cuda.driver, self._grid, self._block
-        try:
-            driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, slot.parameters, 0)
-        except driver.CUDADriverError:
-            self._function(self._grid, self._block, (slot.struct,), stream=stream)
+        """Without what CuPy's call does for arguments of any kind; by that call where a thread has no context yet."""
+        if self._handle is None:
+            self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
+        (blocks,), (threads,) = self._grid, self._block
+        if self._handle:
+            driver = interop.cupy().cuda.driver
+            with suppress(driver.CUDADriverError):
+                driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, slot.parameters, 0)
+                return
+        self._function(self._grid, self._block, (slot.struct,), stream=stream)
 
 
 def address(array: Any) -> int:

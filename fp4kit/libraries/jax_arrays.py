@@ -29,6 +29,6 @@ def array_of(array: Any, device: Any = None) -> Any:
 def _device_array(array: Any) -> Any:
     """Through DLPack, which orders the streams; as integers, because CuPy does not export every dtype."""
     jax: Any = sys.modules["jax"]
-    array = interop.cupy().ascontiguousarray(array)
+    array = interop.cupy().ascontiguousarray(array).reshape(array.shape)  # of a number it makes a row
     bits = jax.dlpack.from_dlpack(array.view(f"u{array.itemsize}"))
     return bits if array.dtype == np.uint8 else jax.lax.bitcast_convert_type(bits, array.dtype)

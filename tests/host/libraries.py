@@ -61,7 +61,7 @@ class Libraries:
         """What stands in for loader.function: the kernel is compiled when it is launched."""
         instantiation = Instantiation(source, kernel)
 
-        def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray]) -> None:
+        def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray], stream: Any = None) -> None:
             if cupy_on_host.rehearsing:
                 self._note(instantiation)
                 return

@@ -1,0 +1,75 @@
+"""geometry.Launch: where a kernel is launched, by CuPy or by the driver, and with which arguments."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fp4kit import interop
+from fp4kit.cuda.geometry import Launch
+from fp4kit.libraries.torch_arrays import Stream
+
+FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
+
+
+class DriverError(Exception):
+    """What the driver raises in a thread without a context."""
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What is launched: by whom, where, and its arguments. A log with "broken" has a driver that refuses."""
+    calls = []
+
+    def by_driver(function, *sizes_and_stream):
+        *sizes, _, stream, parameters, extra = sizes_and_stream
+        if "broken" in calls:
+            raise DriverError
+        address = ctypes.c_void_p.from_address(parameters).value
+        calls.append(("driver", function, sizes, stream, ctypes.string_at(address, FIELDS.itemsize), extra))
+
+    driver = SimpleNamespace(launchKernel=by_driver, CUDADriverError=DriverError)
+    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
+    return calls
+
+
+class Function:
+    """A kernel of CuPy: launched by a call, or by the driver's pointer to it."""
+
+    def __init__(self, log, pointer=None):
+        self._log = log
+        if pointer is not None:
+            self.kernel = SimpleNamespace(ptr=pointer)
+
+    def __call__(self, grid, threads, arguments, stream=None):
+        self._log.append(("cupy", grid, threads, stream, arguments[0].tobytes()))
+
+
+def words(*values):
+    return np.array(values, np.uint64).tobytes()
+
+
+def test_without_a_stream_cupy_launches(log):
+    Launch(Function(log, 99), 3, FIELDS, 7)(5)
+    assert log == [("cupy", (3,), (256,), None, words(5, 7))]
+
+
+def test_a_stream_is_where_the_driver_launches(log):
+    launch = Launch(Function(log, 99), 3, FIELDS, 7, threads=64)
+    for stream in (Stream(1234, 0), SimpleNamespace(ptr=0)):
+        launch(5, stream=stream)
+    assert log == [("driver", 99, [3, 1, 1, 64, 1, 1], ptr, words(5, 7), 0) for ptr in (1234, 0)]
+
+
+def test_a_kernel_without_a_pointer_is_launched_on_the_stream(log):
+    stream = Stream(1234, 0)
+    Launch(Function(log), 3, FIELDS, 7)(5, stream=stream)
+    assert log == [("cupy", (3,), (256,), stream, words(5, 7))]
+
+
+def test_where_the_driver_refuses_cupy_launches_on_the_stream(log):
+    log.append("broken")
+    stream = Stream(1234, 0)
+    Launch(Function(log, 99), 3, FIELDS, 7)(5, stream=stream)
+    assert log[1:] == [("cupy", (3,), (256,), stream, words(5, 7))]
