@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from inputs import ordinary
 from on_gpu import DEVICES
+from tensors import since_2_13
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -40,6 +41,7 @@ def test_torch_compiled(torch, recipe, backend):
     assert_same_bits(w.grad.cpu().numpy(), fp4kit.fake_quantize_backward(GRAD, X, recipe, **CLIP))
 
 
+@since_2_13()
 @RECIPES
 def test_torch_quantize(torch, recipe):
     ft = importlib.import_module("fp4kit.torch")

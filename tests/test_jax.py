@@ -27,6 +27,13 @@ VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", VARIANT]
 SMALL, OTHER = ordinary(1, (32, 64)), ordinary(2, (32, 64))
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Where JAX has a GPU, too: tests/test_gpu_wrappers.py are those of a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 def host(a):
     return np.asarray(a)
 

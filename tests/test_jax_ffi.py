@@ -23,6 +23,13 @@ RECIPES = ["nvfp4-te", "nvfp4-te-2d", "mxfp4", "mxfp8", "int8-modelopt-channel",
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Where JAX has a GPU, too: tests/test_gpu_wrappers.py are those of a GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def handled(monkeypatch):
     """Traced calls go to the handler instead of a callback; returns how many there were."""
     ffi.register("cpu", calls.run)

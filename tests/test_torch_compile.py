@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from inputs import ordinary
-from tensors import to_numpy, to_torch
+from tensors import since_2_13, to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
-VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", VARIANT]
+VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", pytest.param(VARIANT, marks=since_2_13())]
 SEED = torch.tensor(3)
 
 
@@ -150,12 +150,14 @@ def test_seeds_that_change_are_traced_twice():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@since_2_13()
 def test_another_recipe_is_traced_anew():
     function = compiled(lambda x, recipe: ft.fake_quantize(x, recipe))
     for recipe in ("mxfp4", VARIANT, fp4kit.recipe("mxfp4-ocp"), replace(VARIANT, block=(1, 32)), VARIANT):
         assert_equal(function(X, recipe), ft.fake_quantize(X, recipe))
 
 
+@since_2_13()
 @pytest.mark.parametrize("recipe", VARIED, ids=str)
 def test_a_quantized_in_a_graph(recipe):
     """As result, inside, and as argument."""
@@ -200,6 +202,7 @@ class Decode(torch.nn.Module):
         return ft.dequantize(q)
 
 
+@since_2_13()
 @pytest.mark.parametrize("strict", [True, False])
 def test_export(strict):
     rows = {0: torch.export.Dim("rows", min=2)}
