@@ -241,17 +241,6 @@ def test_graph_capture_and_streams() -> None:
 
 
 @gpu_only
-def test_torch_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch has no CUDA")
-    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16)
-    gpu = fp4kit.quantize(x, "nvfp4-te")
-    assert_same(gpu, fp4kit.quantize(x.cpu(), "nvfp4-te"))
-    assert torch.from_dlpack(gpu.packed).data_ptr() == gpu.packed.data.ptr
-
-
-@gpu_only
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
 def test_every_float32(name) -> None:
     """All 2^32 bit patterns, each beside an anchor that fixes its block's scale at 1, against thresholds of the specification."""

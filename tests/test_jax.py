@@ -261,7 +261,7 @@ BAD = {
     "length": (lambda x: fj.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33; nvfp4-te"),
     "dtype": (lambda x: fj.fake_quantize(x.astype(int), "nvfp4-te"), TypeError, "fake_quantize: x is int32; needs float32"),
     "float64": (lambda x: fj.fake_quantize(np.ones((2, 16)), "nvfp4-te"), TypeError, "fake_quantize: x is float64; needs"),
-    "recipe": (lambda x: fj.fake_quantize(x, "nvfp5"), ValueError, "recipe: no recipe is called 'nvfp5'; did you mean"),
+    "recipe": (lambda x: fj.fake_quantize(x, "nvfp5"), ValueError, "fake_quantize: no recipe is called 'nvfp5'; did you mean"),
     "axis": (lambda x: fj.fake_quantize(x, "nvfp4", axis=2), ValueError, "fake_quantize: axis 2 of a 2-d array; needs -2 to 1"),
     "rounding": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"), ValueError, "fake_quantize: rounding is 'up'; needs"),
     "no seed": (lambda x: fj.fake_quantize(x, "nvfp4", rounding="stochastic"), ValueError, "fake_quantize: stochastic rounding"),

@@ -46,8 +46,8 @@ def on_device(**changes):
 
 V, T = ValueError, TypeError
 WRONG = {  # arguments, the error, what it says
-    "recipe": (parts(recipe=None), T, "recipe: got NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
-    "id": (parts(recipe="nvfp4-tee"), V, "recipe: no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
+    "recipe": (parts(recipe=None), T, "Quantized: recipe is a NoneType; needs an id such as 'nvfp4-te' or a Recipe"),
+    "id": (parts(recipe="nvfp4-tee"), V, "Quantized: no recipe is called 'nvfp4-tee'; did you mean 'nvfp4-te'"),
     "int32": (parts(dtype=np.int32), T, "Quantized: dtype is int32; needs float32, float16 or bfloat16, the dtype of x"),
     "byte order": (parts(dtype=">f4"), T, "Quantized: dtype is >f4; needs float32, float16 or bfloat16, the dtype of x"),
     "shape of floats": (parts(shape=(4.0, 64)), T, "Quantized: shape is (4.0, 64); needs a tuple of ints, the shape of x"),
@@ -55,7 +55,7 @@ WRONG = {  # arguments, the error, what it says
     "negative shape": (parts(shape=(-4, 64)), V, "Quantized: shape is (-4, 64); needs lengths >= 0"),
     "0-d": (parts(shape=()), V, "Quantized: axis 1 of a 0-d array; needs 0 to -1"),
     "axis": (parts(axis=-3), V, "Quantized: axis -3 of a 2-d array; needs -2 to 1"),
-    "axis of floats": (parts(axis=1.0), T, "'float' object cannot be interpreted as an integer"),
+    "axis of floats": (parts(axis=1.0), T, "Quantized: axis is 1.0; needs an int"),
     "swizzled row": (
         parts(shape=(64,), axis=0, scale_layout="swizzled_8x4"), V,
         "Quantized: scale_layout is 'swizzled_8x4' of a 1-d array; needs the rows of a matrix, or 'linear'",
