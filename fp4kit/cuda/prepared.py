@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,32 +86,39 @@ def _is_cupy(a: Any) -> bool:
 
 
 class Result(NamedTuple):
-    """The Quantized that a call makes: fields, and shapes of codes, scales (None without) and the tensor scale (None without)."""
+    """The Quantized that a call makes: fields; what makes codes, scales, tensor scale (None without); the shape of the last."""
 
     fields: dict[str, Any]
-    packed: tuple[int, ...]
-    scales: tuple[int, ...] | None
-    tensor_scale: tuple[int, ...] | None
-    is_padded: bool
+    packed: Callable[[], Any]
+    scales: Callable[[], Any] | None
+    tensor_scale: Callable[[], Any] | None
+    covered: tuple[int, ...]
 
     @classmethod
-    def of(cls, call: Call, axis: int) -> Result:
+    def of(cls, call: Call, axis: int, memory: Memory) -> Result:
         """Of a call, with blocks along an axis."""
         shape, r = call.x.shape, call.recipe
         moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
-        scales = None if r.scale is None else padded_shape(scale_shape(moved, r), call.layout)
+        scales = None
+        if r.scale is not None:
+            scales = memory.maker(padded_shape(scale_shape(moved, r), call.layout), UINT8, call.layout != "linear")
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
-        tensor = None if r.tensor_scaling == "none" else () if call.tensor_amax is None else call.tensor_amax.shape
-        return cls(fields, packed_shape(moved, r), scales, tensor, call.layout != "linear")
+        covered = () if call.tensor_amax is None else call.tensor_amax.shape
+        tensor = None if r.tensor_scaling == "none" else memory.maker(covered, FLOAT32, False)
+        return cls(fields, memory.maker(packed_shape(moved, r), UINT8, False), scales, tensor, covered)
 
-    def make(self, memory: Memory, amax: Any) -> Quantized:
+    def make(self, amax: Any) -> Quantized:
         """A new one, with this amax."""
-        scales = None if self.scales is None else (memory.zeros if self.is_padded else memory.empty)(self.scales, UINT8)
-        decode = None if self.tensor_scale is None else memory.empty(self.tensor_scale, FLOAT32)
-        packed = memory.empty(self.packed, UINT8)
-        if amax is not None and amax.shape != self.tensor_scale:
-            amax = amax.reshape(self.tensor_scale)
-        return assembled(packed=packed, block_scale=scales, tensor_scale=decode, tensor_amax=amax, **self.fields)
+        fields, packed, scales, tensor_scale, covered = self
+        if amax is not None and amax.shape != covered:
+            amax = amax.reshape(covered)
+        return assembled(
+            **fields,
+            packed=packed(),
+            block_scale=scales and scales(),
+            tensor_scale=tensor_scale and tensor_scale(),
+            tensor_amax=amax,
+        )
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
@@ -119,35 +127,38 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
 
 
 class Amax(NamedTuple):
-    """The amax that a call does not give: found by a launch of its own, or (None) by that of the codes."""
+    """The amax that a call does not give: of `new` memory; found by a launch of its own, or (None) by that of the codes."""
 
+    new: Callable[[], Any]
     launch: Launch | None
 
-    def __call__(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
+    def find(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
         """Into amax, where a launch is needed."""
         if self.launch is not None:
             memory.clear(amax, stream)
             self.launch(x, memory.address(amax), stream=stream)
 
 
-def _amax(call: Call, work: Work) -> Amax | None:
+def _amax(call: Call, work: Work, memory: Memory) -> Amax | None:
     """Of a call; None where it gives the amax, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
+    new = memory.maker((), FLOAT32, False)
     if work.finds_amax:
-        return Amax(None)
-    return Amax(launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
+        return Amax(new, None)
+    return Amax(new, launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
 _ADDRESSES = ("x", "packed", "scales", "tensor_scale", "column_packed", "column_scales", "column_tensor_scale", "tensor_amax",
               "amax_out", "values")  # fmt: skip
+_ROW, _COLUMN, _AMAX, _AMAX_OUT, _VALUES = (_ADDRESSES.index(name) for name in ("packed", "column_packed", *_ADDRESSES[-3:]))
 
 
-def _order(arguments: Arguments) -> tuple[int, ...]:
-    """For each argument of a kernel before the sizes, where its address stands among _ADDRESSES; one further is 0."""
+def _pick(arguments: Arguments) -> Callable[[list[int]], tuple[int, ...]]:
+    """What takes, for each argument of a kernel before the sizes, its address from those of _ADDRESSES; one further is 0."""
     known = {name: i for i, name in enumerate(_ADDRESSES)}
-    return tuple(known.get(name, len(_ADDRESSES)) for name in (*arguments.pointers, *arguments.words))
+    return itemgetter(*(known.get(name, len(_ADDRESSES)) for name in (*arguments.pointers, *arguments.words)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,30 +168,40 @@ class QuantizeCall:
     memory: Memory
     amax: Amax | None
     launch: Launch
-    order: tuple[int, ...]
+    pick: Callable[[list[int]], tuple[int, ...]]
     row: Result | None
     column: Result | None
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        memory = self.memory
-        address, stream = memory.address_of, memory.stream()
-        at, amax = address(x), given
+        memory, row, column = self.memory, self.row, self.column
+        address, stream = memory.address, memory.stream()
+        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        amax = given
         if self.amax is not None:
-            amax = memory.empty((), FLOAT32) if out is None else out.tensor_amax
-            self.amax(memory, at, amax, stream)
-        if out is None:
-            row, column = (part and part.make(memory, amax) for part in (self.row, self.column))
-        else:
-            row, column = self.row and out, self.column and out
-        addresses = [at, *_parts(row, address), *_parts(column, address), address(amax)]
-        copy = 0 if out is None or out.tensor_amax is amax else address(out.tensor_amax)
-        addresses += (0 if copy == addresses[-1] else copy, 0, 0)  # by the kernel: a copy costs as much as a launch
-        self.launch(*[addresses[i] for i in self.order], stream=stream)
-        return column if row is None else row if column is None else (row, column)
+            amax = self.amax.new() if out is None else out.tensor_amax
+            self.amax.find(memory, addresses[0], amax, stream)
+        if amax is not None:
+            addresses[_AMAX] = address(amax)
+            if out is not None and out.tensor_amax is not amax:  # by the kernel: a copy costs as much as a launch
+                target = address(out.tensor_amax)
+                addresses[_AMAX_OUT] = 0 if target == addresses[_AMAX] else target
+        first = None if row is None else row.make(amax) if out is None else out
+        second = None if column is None else column.make(amax) if out is None else out
+        if first is not None:
+            _put(addresses, _ROW, first, address)
+        if second is not None:
+            _put(addresses, _COLUMN, second, address)
+        self.launch(*self.pick(addresses), stream=stream)
+        return second if first is None else first if second is None else (first, second)
 
 
-def _parts(q: Quantized | None, address: Callable[[Any], int]) -> tuple[int, int, int]:
-    return (0, 0, 0) if q is None else (address(q.packed), address(q.block_scale), address(q.tensor_scale))
+def _put(addresses: list[int], at: int, q: Quantized, address: Callable[[Any], int]) -> None:
+    """The addresses of codes, scales and tensor scale."""
+    addresses[at] = address(q.packed)
+    if q.block_scale is not None:
+        addresses[at + 1] = address(q.block_scale)
+    if q.tensor_scale is not None:
+        addresses[at + 2] = address(q.tensor_scale)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -197,8 +218,10 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
         return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
-    results = Result.of(call, last) if both or not columns else None, Result.of(call, call.axis) if columns else None
-    return QuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), *results)
+    memory = memory_of(x)
+    row = Result.of(call, last, memory) if both or not columns else None
+    column = Result.of(call, call.axis, memory) if columns else None
+    return QuantizeCall(memory, _amax(call, work, memory), found, _pick(way.arguments), row, column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +231,19 @@ class FakeQuantizeCall:
     memory: Memory
     amax: Amax | None
     launch: Launch
-    order: tuple[int, ...]
-    dtype: np.dtype
+    pick: Callable[[list[int]], tuple[int, ...]]
+    new: Callable[[], Any]
 
     def __call__(self, x: Any, given: Any) -> Any:
-        memory = self.memory
-        address, stream = memory.address_of, memory.stream()
-        at, values = address(x), memory.empty(x.shape, self.dtype)
+        memory, values = self.memory, self.new()
+        address, stream = memory.address, memory.stream()
+        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, address(values), 0]
         if self.amax is not None:
-            given = memory.empty((), FLOAT32)
-            self.amax(memory, at, given, stream)
-        addresses = [at, 0, 0, 0, 0, 0, 0, address(given), 0, address(values), 0]
-        self.launch(*[addresses[i] for i in self.order], stream=stream)
+            given = self.amax.new()
+            self.amax.find(memory, addresses[0], given, stream)
+        if given is not None:
+            addresses[_AMAX] = address(given)
+        self.launch(*self.pick(addresses), stream=stream)
         return values
 
 
@@ -231,7 +255,9 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         return None
     way, work = way_of(work), finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
-    return FakeQuantizeCall(memory_of(x), _amax(call, work), found, _order(way.arguments), call.x.dtype)
+    memory = memory_of(x)
+    new = memory.maker(call.x.shape, call.x.dtype, False)
+    return FakeQuantizeCall(memory, _amax(call, work, memory), found, _pick(way.arguments), new)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +266,20 @@ class DequantizeCall:
 
     memory: Memory
     launch: Launch
-    dtype: np.dtype
+    new: Callable[[], Any]
 
     def __call__(self, q: Quantized, out: Any) -> Any:
-        address = self.memory.address_of
-        values = self.memory.empty(q.shape, self.dtype) if out is None else out
-        addresses = map(address, (q.packed, q.block_scale, values, q.tensor_scale, q.tensor_amax))
-        self.launch(*addresses, stream=self.memory.stream())
+        address, stream = self.memory.address, self.memory.stream()
+        values = self.new() if out is None else out
+        scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
+        self.launch(
+            address(q.packed),
+            0 if scales is None else address(scales),
+            address(values),
+            0 if tensor_scale is None else address(tensor_scale),
+            0 if amax is None else address(amax),
+            stream=stream,
+        )
         return values
 
 
@@ -260,7 +293,8 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
         return None
     shape = values.size // values.shape[-1], values.shape[-1]
     found = launch.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
-    return DequantizeCall(memory_of(like), found, values.dtype)
+    memory = memory_of(like)
+    return DequantizeCall(memory, found, memory.maker(values.shape, values.dtype, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,19 +303,20 @@ class MoveCall:
 
     memory: Memory
     launch: Launch
-    packed: tuple[int, ...] | None  # shapes; None: q's own codes
-    scales: tuple[int, ...]
+    packed: Callable[[], Any] | None  # None: q's own codes
+    scales: Callable[[], Any]
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
-        empty, address = self.memory.empty, self.memory.address_of
-        new = {"block_scale": empty(self.scales, UINT8)}
-        if self.packed is not None:
-            new["packed"] = empty(self.packed, UINT8)
-        names = ("packed", "block_scale") if self.packed is not None else ("block_scale",)
-        addresses = [address(getattr(q, name)) for name in names] + [address(new[name]) for name in names]
-        self.launch(*addresses, stream=self.memory.stream())
-        return assembled(**{**vars(q), **self.fields, **new})
+        address, stream = self.memory.address, self.memory.stream()
+        scales, source = self.scales(), address(q.block_scale)
+        if self.packed is None:
+            packed = q.packed
+            self.launch(source, address(scales), stream=stream)
+        else:
+            packed = self.packed()
+            self.launch(address(q.packed), source, address(packed), address(scales), stream=stream)
+        return assembled(**{**vars(q), **self.fields, "packed": packed, "block_scale": scales})
 
 
 def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
@@ -291,8 +326,9 @@ def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
     *lead, M, K = q.moved_shape
     arrays = (q.packed, q.block_scale, q.recipe, q.scale_layout, result.packed, result.block_scale)
     found = transpose_launcher.launch_of(*arrays, (prod(lead), M, K))
-    shapes = result.packed.shape, result.block_scale.shape
-    return MoveCall(memory_of(like), found, *shapes, {"axis": result.axis})
+    memory = memory_of(like)
+    packed, scales = (memory.maker(a.shape, UINT8, False) for a in (result.packed, result.block_scale))
+    return MoveCall(memory, found, packed, scales, {"axis": result.axis})
 
 
 def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
@@ -301,7 +337,9 @@ def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
         return None
     *lead, R, C = q.scale_shape
     found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C))
-    return MoveCall(memory_of(like), found, None, result.block_scale.shape, {"scale_layout": result.scale_layout})
+    memory = memory_of(like)
+    scales = memory.maker(result.block_scale.shape, UINT8, False)
+    return MoveCall(memory, found, None, scales, {"scale_layout": result.scale_layout})
 
 
 def _is_whole_here(*arrays: Any) -> bool:
