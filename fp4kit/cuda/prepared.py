@@ -46,7 +46,7 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
     if arrays[0] is None or type(arrays[0]) is np.ndarray:
         return None, None
     try:
-        facts = _cupy_facts if _is_cupy(arrays[0]) else torch_arrays.facts
+        facts = _cupy_facts if _is_cupy(arrays[0]) else torch_arrays.facts()
         found = [_facts(a, facts) for a in arrays]
         key = (op, interop.cupy().cuda.runtime.getDevice(), *found, *others, *map(type, others))
         return key, _CALLS.get(key)
@@ -68,8 +68,9 @@ def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
     if a is None:
         return None
     if type(a) is Quantized:
-        parts = (_facts(part, facts) for part in (a.packed, a.block_scale, a.tensor_scale, a.tensor_amax))
-        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, *parts
+        scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
+        found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)
+        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, found, amax is None or facts(amax)
     return facts(a)
 
 

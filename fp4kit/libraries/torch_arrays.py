@@ -123,15 +123,21 @@ def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
     return tensor
 
 
-def facts(a: Any) -> Hashable:
-    """What checks of a call depend on, of a tensor on CUDA with plain memory. Raises TypeError for anything else."""
-    if not hasattr(a, "data_ptr"):
-        raise TypeError(type(a))
-    torch, kind = _module(), type(a)
-    if not (kind is torch.Tensor or kind is torch.nn.Parameter) or not a.is_cuda:
-        raise TypeError(kind)
-    lost = a.requires_grad and torch.is_grad_enabled()
-    return kind, a.shape, a.dtype, a.stride(), a.data_ptr() % ALIGNMENT, a.device, lost, a.is_neg()
+@cache
+def facts() -> Callable[[Any], Hashable]:
+    """What tells all that checks of a call depend on, of a tensor on CUDA with plain memory; TypeError for anything else."""
+    if "torch" not in sys.modules:
+        raise TypeError("PyTorch is not imported")
+    tensor, parameter, enabled = _module().Tensor, _module().nn.Parameter, _module().is_grad_enabled
+
+    def of(a: Any) -> Hashable:
+        kind = type(a)
+        if (kind is not tensor and kind is not parameter) or not a.is_cuda:
+            raise TypeError(kind)
+        lost = a.requires_grad and enabled()
+        return kind, a.shape, a.dtype, a.stride(), a.data_ptr() % ALIGNMENT, a.device, lost, a.is_neg()
+
+    return of
 
 
 def allocate(size: int) -> Any:

@@ -1,0 +1,207 @@
+"""Prepared calls on tensors of PyTorch, whose memory is the host's here: addresses, new tensors and streams that launches get.
+
+On a GPU tests/test_gpu_torch.py compares what the kernels make of them.
+"""
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit import interop
+from fp4kit.call.parse import Call
+from fp4kit.cuda import memory, prepared
+from fp4kit.cuda.ways import PATCHES, ROWS
+from fp4kit.libraries import torch_arrays
+
+torch = pytest.importorskip("torch")
+BF16 = np.dtype(ml_dtypes.bfloat16)
+SHAPE = (64, 256)
+STREAM = 4321
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    """Tensors that say they are on CUDA, a current stream, and what is set to zero."""
+    cleared = []
+    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
+    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
+    monkeypatch.setattr(prepared, "_CALLS", {})
+    memory._torch_memory.cache_clear()
+    yield cleared
+    memory._torch_memory.cache_clear()
+
+
+def tensor(shape=SHAPE, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def call_of(recipe, axis=1, amax=None, op="quantize"):
+    x = SimpleNamespace(shape=SHAPE, dtype=BF16, ndim=2)
+    return Call(op, x, fp4kit.recipe(recipe), axis, x, amax)
+
+
+class Launched:
+    """A launch that notes what it was given, by the names of a kernel's arguments."""
+
+    def __init__(self, names):
+        self.names, self.seen = names, []
+
+    def __call__(self, *values, stream):
+        assert stream.ptr == STREAM
+        self.seen.append({name: value for name, value in zip(self.names, values, strict=True) if value})
+
+    def only(self):
+        (seen,) = self.seen
+        self.seen.clear()
+        return seen
+
+
+def quantize_call(recipe, arguments, row, column, amax):
+    launch, on = Launched((*arguments.pointers, *arguments.words)), prepared.memory_of(tensor())
+    results = (
+        prepared.Result.of(call_of(recipe, axis), axis, on) if wanted else None for axis, wanted in ((1, row), (0, column))
+    )
+    return prepared.QuantizeCall(on, amax(on), launch, prepared._pick(arguments), *results)
+
+
+def addresses(q, prefix=""):
+    named = {"packed": q.packed, "scales": q.block_scale, "tensor_scale": q.tensor_scale}
+    return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
+
+
+def found_by_the_kernel(on):
+    return prepared.Amax(on.maker((), memory.FLOAT32, False), None)
+
+
+@pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", lambda on: None), ("nvfp4-te", found_by_the_kernel)])
+def test_rows(recipe, amax):
+    x, call = tensor(), quantize_call(recipe, ROWS, True, False, amax)
+    expected = fp4kit.quantize(np.zeros(SHAPE, BF16), recipe)
+    for out in (None, call(x, None, None)):
+        call.launch.seen.clear()
+        q = call(x, None, out)
+        assert out is None or q is out
+        wanted = {"x": x.data_ptr()} | addresses(q) | ({} if q.tensor_amax is None else {"tensor_amax": q.tensor_amax.data_ptr()})
+        assert call.launch.only() == wanted
+        for name, part in expected.parts().items():
+            found = getattr(q, name)
+            assert (found is None) == (part is None), name
+            if part is not None:
+                assert type(found) is torch.Tensor and found.shape == part.shape and found.is_contiguous(), name
+                assert torch_arrays.numpy_dtype("", found.dtype) == part.dtype, name
+        assert (q.shape, q.dtype, q.axis, q.recipe, q.scale_layout) == (SHAPE, BF16, 1, expected.recipe, "linear")
+
+
+def test_a_given_amax_is_copied_to_out_by_the_kernel():
+    x, amax, call = tensor(), torch.tensor(3.0), quantize_call("nvfp4-te", ROWS, True, False, lambda on: None)
+    out = call(x, amax, None)
+    assert out.tensor_amax is amax and "amax_out" not in call.launch.only()
+    other = call(x, torch.tensor(4.0), None)
+    call.launch.seen.clear()
+    assert call(x, amax, other) is other
+    seen = call.launch.only()
+    assert (seen["tensor_amax"], seen["amax_out"]) == (amax.data_ptr(), other.tensor_amax.data_ptr())
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_columns_and_both(row):
+    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, found_by_the_kernel)
+    found = call(x, None, None)
+    first, column = found if row else (None, found)
+    wanted = {"x": x.data_ptr(), "tensor_amax": column.tensor_amax.data_ptr()} | addresses(column, "column_")
+    wanted |= addresses(first) if row else {}
+    assert call.launch.only() == wanted
+    assert column.axis == 0 and column.packed.shape == (256, 32) and (not row or first.tensor_amax is column.tensor_amax)
+
+
+def test_an_amax_with_a_launch_of_its_own(gpu):
+    launch = Launched(("x", "amax"))
+    x = tensor()
+    call = quantize_call("nvfp4-te", ROWS, True, False, lambda on: prepared.Amax(on.maker((), memory.FLOAT32, False), launch))
+    q = call(x, None, None)
+    assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
+    assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]
+
+
+def test_fake_quantize_and_dequantize():
+    x, on = tensor(), prepared.memory_of(tensor())
+    new, launch = on.maker(SHAPE, BF16, False), Launched((*ROWS.pointers, *ROWS.words))
+    fake = prepared.FakeQuantizeCall(on, found_by_the_kernel(on), launch, prepared._pick(ROWS), new)
+    y = fake(x, None)
+    seen = launch.only()
+    assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
+    assert seen == {"x": x.data_ptr(), "values": y.data_ptr()} and y.dtype == torch.bfloat16 and y.shape == SHAPE
+    q = quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(x, None, None)
+    decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
+    out = tensor()
+    for target in (None, out):
+        values = prepared.DequantizeCall(on, decode, new)(q, target)
+        assert target is None or values is out
+        assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
+
+
+def test_moves():
+    on = prepared.memory_of(tensor())
+    q = quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(tensor(), None, None)
+    scales, codes = on.maker((128, 16), memory.UINT8, False), on.maker((256, 32), memory.UINT8, False)
+    move = Launched(("in", "out"))
+    swizzled = prepared.MoveCall(on, move, None, scales, {"scale_layout": "swizzled_128x4"})(q)
+    assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
+    assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
+    move = Launched(("codes", "scales", "codes_out", "scales_out"))
+    turned = prepared.MoveCall(on, move, codes, scales, {"axis": 0})(q)
+    outs = {"codes_out": turned.packed.data_ptr(), "scales_out": turned.block_scale.data_ptr()}
+    assert move.only() == {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs
+    assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------------
+
+
+def key(x, amax=None, out=None):
+    found, call = prepared.find("quantize", (x, amax, out), "nvfp4-te", -1)
+    assert call is None
+    return found
+
+
+def test_what_a_check_depends_on_changes_the_key():
+    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(tensor(), None, None)
+    same, whole = key(x, torch.tensor(1.0), q), torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)
+    assert same is not None and same == key(tensor(), torch.tensor(2.0), q) and hash(same) == hash(key(x, torch.tensor(1.0), q))
+    others = [
+        tensor((32, 512)),
+        tensor(dtype=torch.float32),
+        tensor((256, 64)).T,
+        whole[1:].reshape(SHAPE),
+        torch.nn.Parameter(x),
+    ]
+    keys = [key(other, torch.tensor(1.0), q) for other in others]
+    keys += [
+        key(x, None, q),
+        key(x, torch.tensor([1.0]), q),
+        key(x, torch.tensor(1.0), None),
+        key(x, torch.tensor(1.0, dtype=torch.float64), q),
+    ]
+    assert None not in keys and len({same, *keys}) == 1 + len(keys)
+
+
+def test_a_gradient_that_would_be_lost_changes_the_key():
+    x = tensor().requires_grad_()
+    with torch.no_grad():
+        unneeded = key(x)
+    assert key(x) != unneeded
+
+
+@pytest.mark.parametrize("other", [np.float32(1), 1.0, [1.0], "x"], ids=["NumPy's", "number", "list", "text"])
+def test_other_amaxes_have_no_key(other):
+    assert key(tensor(), other) is None
+
+
+def test_tensors_of_the_host_have_no_key(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    assert key(tensor()) is None
