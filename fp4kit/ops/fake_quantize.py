@@ -32,7 +32,8 @@ def fake_quantize(
     Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
     instead, which has no codes and often another arithmetic than its real one (reference.fake states each); on a GPU they need
     blocks of one row and 16, 32, ... 512 columns.
-    Returns a new array of x's shape and dtype, NumPy or CuPy as x is.
+    Returns a new array of x's shape and dtype, in its library. A tensor that requires grad is refused: fp4kit.torch has the
+        function that carries gradients.
 
     >>> import fp4kit, numpy as np
     >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]

@@ -16,7 +16,7 @@ from fp4kit.ops.engines import run
 def pack(codes: Any) -> Any:
     """4-bit codes, two a byte: uint8 (..., K) with values below 16 -> uint8 (..., K/2), element 2j in the low nibble.
 
-    Returns an array where codes are: NumPy, or CuPy on a GPU.
+    Returns an array where codes are, in their library.
     Raises ValueError for an odd K, a 0-d array or a code above 15; TypeError for another dtype. Inverse: unpack.
     On a GPU, where to look for codes above 15 would be to wait for the device, their high nibble is dropped instead.
 

@@ -33,7 +33,7 @@ def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
     which is exact iff max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8 (and 2^m and 2688 * 2^m are float32). Blocks of
     zeros get scale 0 and keep their codes. Everything else is quantize(dequantize(q), recipe).
 
-    q: Quantized, NumPy or CuPy; its axis, dtype and scale layout are kept. recipe: the target.
+    q: Quantized, of arrays of any library; its axis, dtype and scale layout are kept. recipe: the target.
     Returns Requantized(quantized, exact, changed); exact is verified by decoding both, NaN equal to NaN. On a GPU nothing waits:
     exact and changed stay there, and both ways are gone, since which one applies is known on the device only.
     Raises what quantize raises (a length that is not whole blocks of the target, ...).

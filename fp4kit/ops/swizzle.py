@@ -20,7 +20,7 @@ def swizzle(q_or_scales: Any, layout: str) -> Any:
     """Block scales in another layout: of a Quantized (any layout to any), or of an array of linear scales (..., R, C).
 
     layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
-    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; NumPy or CuPy, as the scales are.
+    Returns a Quantized, or uint8 (..., R padded, C padded), each (R, C) matrix by itself; in the library of the scales.
     Raises ValueError for an unknown layout or an array of less than two dimensions; TypeError unless the scales are uint8.
 
     >>> import fp4kit, numpy as np

@@ -54,7 +54,7 @@ def cast_master_weights(
 
     shards: one per matrix, in the same order on every process; for each matrix the shards of the group must cover every element
         once. Any cut will do: odd offsets, inside a byte, a block or a row; empty shards; all of it on one process.
-    comm: the group. Its processes hold all NumPy arrays, or all CuPy arrays (or what DLPack imports as those).
+    comm: the group. Its processes all hold arrays of the host, or all of GPUs, of any library; results are in that of the shards.
     recipe: blocks under one tensor scale, or none; not 4over6.
     columnwise: also the transposed copies, for square blocks and M a multiple of them.
     Returns a Quantized per matrix (rowwise, linear scales), equal to quantize(whole matrix, recipe) in every byte; with

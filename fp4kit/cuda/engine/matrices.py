@@ -12,7 +12,9 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch import Matrix, is_whole
 from fp4kit.cuda.ways import Work
 
-MOST_FOUND = 1 << 18  # elements of an array whose amax each thread block finds for itself
+# Elements of an array whose amax each thread block finds for itself. 64 x 4096 of bfloat16 to nvfp4-te on an H200, 2026-11-22, as
+# one launch and as three: 13.6 and 18.8 us of the host, 8.3 and 6.0 us of the device.
+MOST_FOUND = 1 << 18
 GROUP = 16  # elements that share the words of a seed's random bytes
 
 
