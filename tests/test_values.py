@@ -104,6 +104,7 @@ def in_a_worker(q, x):
     return works(copy.deepcopy(q), x), fp4kit.quantize(x, q.recipe), q.recipe, q.recipe.element
 
 
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")  # by JAX, where a test before this one used it
 @pytest.mark.parametrize("method", METHODS)
 def test_worker_processes(method):
     """There and back: the worker's own calls, and what it sends."""
