@@ -98,11 +98,16 @@ def kernels() -> Iterator[Kernel]:
         yield quantize_kernel(RECIPES[id], BF16, aligned=False)
         yield quantize_kernel(RECIPES[id], BF16, fake=True)
         yield quantize_kernel(RECIPES[id], BF16, stochastic=True)
+        if RECIPES[id].tensor_scaling == "tensor":
+            yield from (quantize_kernel(RECIPES[id], dtype, finds_amax=True) for dtype in (F32, BF16))
         yield from (dequantize_kernel(RECIPES[id], dtype) for dtype in (F32, BF16))
     for id in ("nvfp4-te", "nvfp4-te-2d", "mxfp4-ocp"):
         yield quantize_kernel(RECIPES[id], BF16, layout="swizzled_128x4")
     yield quantize_kernel(RECIPES["nvfp4-te-reference"], BF16, sign_mask=TE_SIGN_MASK)
     yield from (amax_kernel(dtype, hadamard) for dtype in (F32, BF16) for hadamard in (False, True))
+    for id in ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-4over6-mse-256"):
+        source = instantiation("quantize_with_scales", recipe_struct(RECIPES[id]), Input=TYPES[BF16], kAligned=True)
+        yield Kernel("quantize_with_scales_kernel", id, str(BF16), "", source)
     yield from partial_kernels()
     yield from layout_kernels()
 

@@ -22,6 +22,8 @@ from host.harness import Instantiation, recorded
 from inputs import BF16
 
 from fp4kit.cuda import loader, nvrtc
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
@@ -120,6 +122,20 @@ def test_every_kind_of_kernel_compiles(case):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_other_architecture(case, arch):
     check_compiles(case, arch)
+
+
+FINDING = {"quantize": "nvfp4-te", "quantize_plain": "fp8-modelopt", "quantize_tile": "nvfp4-te-2d", "quantize_patch": "nvfp4-te",
+           "fake": "int8-modelopt"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", FINDING)
+@pytest.mark.parametrize("arch", ["sm_90", *exhaustive([arch for arch in ARCHITECTURES if arch != "sm_90"])])
+def test_kernels_that_find_the_amax_compile(kernel, arch):
+    r = RECIPES[FINDING[kernel]]
+    struct = recipe_struct(r, fake=kernel == "fake", finds_amax=True)
+    source = instantiation(kernel, struct, Input=TYPES[BF16], kAligned=True)
+    assert "kFindsAmax = true" in source
+    loader.compile_source(source, arch)
 
 
 def test_there_is_a_case_of_every_kernel():

@@ -2,7 +2,7 @@
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 
-constexpr int kTilesPerMultiprocessor = R::kBlock > 16 ? 2 : 4;  // as many as spill no registers
+constexpr int kTilesPerMultiprocessor = R::kBlock > 16 || R::kFindsAmax ? 2 : 4;  // as many as spill no registers
 
 extern "C" __global__ void __launch_bounds__(kThreads, kTilesPerMultiprocessor) quantize_tile_kernel(Arguments a) {
   find_amax<R, Input, kAligned>(a);
