@@ -16,6 +16,8 @@ import pytest
 from host.cuda_on_host import Device, cuda
 from host.device_memory import Memory, allocate, is_capturing, on_stream, wait
 
+from fp4kit import interop
+
 __all__ = ["cuda", "ndarray"]
 
 __version__ = "on the host"
@@ -309,7 +311,11 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """This module is what `import cupy` gives."""
-    with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which forgets what is imported meanwhile
-        patch.setitem(sys.modules, "cupy", sys.modules[__name__])
-        yield
+    """This module is what `import cupy` gives; fp4kit forgets that it found it."""
+    found = interop.cupy
+    try:
+        with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which forgets what is imported meanwhile
+            patch.setitem(sys.modules, "cupy", sys.modules[__name__])
+            yield
+    finally:
+        getattr(found, "cache_clear", lambda: None)()
