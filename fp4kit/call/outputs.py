@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.check import check_quantized
+from fp4kit.call.check import check_is_quantized
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import padded_shape
 from fp4kit.libraries import library_of
@@ -52,7 +52,7 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 def check_quantized_out(call: Any) -> None:
     """The Quantized that a call shall write to: of its recipe, shape, dtype, axis and layout, every array as needed."""
     op, out, r = call.op, call.out, call.recipe
-    check_quantized(op, out, "out")
+    check_is_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}
     for name, value in wanted.items():
         found = getattr(out, name)

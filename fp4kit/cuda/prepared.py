@@ -27,9 +27,8 @@ from fp4kit.cuda.launch import Matrix, is_whole, launch_by
 from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
 from fp4kit.cuda.ways import Arguments, Work, way_of
 from fp4kit.cuda.ways import find as find_way
-from fp4kit.layouts import padded_shape
 from fp4kit.libraries import torch_arrays
-from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.parts import wanted_parts
 from fp4kit.quantized import Quantized, assembled
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
@@ -99,14 +98,12 @@ class Result(NamedTuple):
     def of(cls, call: Call, axis: int, memory: Memory) -> Result:
         """Of a call, with blocks along an axis."""
         shape, r = call.x.shape, call.recipe
-        moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
-        scales = None
-        if r.scale is not None:
-            scales = memory.maker(padded_shape(scale_shape(moved, r), call.layout), UINT8, call.layout != "linear")
+        _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
         covered = () if call.tensor_amax is None else call.tensor_amax.shape
         tensor = None if r.tensor_scaling == "none" else memory.maker(covered, FLOAT32, False)
-        return cls(fields, memory.maker(packed_shape(moved, r), UINT8, False), scales, tensor, covered)
+        padded = None if scales is None else memory.maker(scales, UINT8, call.layout != "linear")
+        return cls(fields, memory.maker(packed, UINT8, False), padded, tensor, covered)
 
     def make(self, amax: Any) -> Quantized:
         """A new one, with this amax."""
@@ -238,7 +235,8 @@ class FakeQuantizeCall:
     def __call__(self, x: Any, given: Any) -> Any:
         memory, values = self.memory, self.new()
         address, stream = memory.address, memory.stream()
-        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, address(values), 0]
+        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        addresses[_VALUES] = address(values)
         if self.amax is not None:
             given = self.amax.new()
             self.amax.find(memory, addresses[0], given, stream)
