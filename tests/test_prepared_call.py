@@ -18,6 +18,7 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda import engine, geometry, launch, loader
 from fp4kit.cuda import prepared as prepared_call
 from fp4kit.cuda.geometry import Launch
+from fp4kit.cuda.traits import FINDERS
 from fp4kit.cuda.ways import ROWS
 from fp4kit.parts import packed_shape, scale_shape
 
@@ -151,7 +152,7 @@ def with_amax_out(line, address):
 
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     """Of an array that is not small, by a launch of its own."""
-    x, out = Array((1024, 512), BF16), result("nvfp4-te", (1024, 512))
+    x, out = Array((2048, 512), BF16), result("nvfp4-te", (2048, 512))
     first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
@@ -167,8 +168,8 @@ def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
     first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
-    assert [line[0] for line in first] == ["quantize_kernel", "copy"] and "kFindsAmax = true" in first[0][1]
-    assert [line[0] for line in second] == ["quantize_kernel"]
+    assert [line[0] for line in first] == ["quantize_kernel", "copy"] and "#define FP4KIT_FINDERS 8" in first[0][1]
+    assert [line[0] for line in second] == ["quantize_kernel"] and second[0][2][0] % FINDERS == 0  # whole clusters
     elsewhere, at = (np.uint64(pointer).tobytes() for pointer in (first[1][1], out.tensor_amax.data.ptr))
     assert (*first[0][:4], first[0][4].replace(elsewhere, at)) == second[0]
 

@@ -15,7 +15,7 @@ from fp4kit import interop
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, aligned, check_count, grid, resident
 from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.traits import FINDERS, TYPES, recipe_struct
 from fp4kit.cuda.ways import KEPT, MOST_RUNS, VALUE_RUNS, Way, Work, value_blocks, way_of
 from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
@@ -75,7 +75,10 @@ def launch_by(way: Way, work: Work, whole: bool, device: int) -> Launch:
     sizes = way.sizes(work)
     check_count(sizes[0] * sizes[1])
     function = _function(way.kernel, struct_of(work), work.dtype, whole, device)
-    return Launch(function, way.grid(work, device), way.arguments.struct, *sizes, threads=way.threads)
+    blocks = way.grid(work, device)
+    if work.finds_amax:
+        blocks = -(-blocks // FINDERS) * FINDERS
+    return Launch(function, blocks, way.arguments.struct, *sizes, threads=way.threads)
 
 
 def quantize_matrix(m: Matrix, work: Work, seed: int = 0, way: Way | None = None) -> None:

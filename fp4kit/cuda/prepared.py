@@ -42,12 +42,14 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
     arrays: CuPy arrays or tensors of PyTorch on CUDA, Quantized of them, or None for an array that is not given; any others make
     a call without a key. others: all other arguments that a check depends on.
     """
-    if arrays[0] is None or type(arrays[0]) is np.ndarray:
+    x, *rest = arrays
+    if x is None or type(x) is np.ndarray:
         return None, None
     try:
-        facts = _cupy_facts if _is_cupy(arrays[0]) else torch_arrays.facts()
-        found = [_facts(a, facts) for a in arrays]
-        key = (op, interop.cupy().cuda.runtime.getDevice(), *found, *others, *map(type, others))
+        facts = _cupy_facts if _is_cupy(x) else torch_arrays.facts()
+        known = _facts(x, facts) if type(x) is Quantized else facts(x)
+        found = [None if a is None else _facts(a, facts) for a in rest]
+        key = (op, interop.cupy().cuda.runtime.getDevice(), known, *found, *others, *map(type, others))
         return key, _CALLS.get(key)
     except (AttributeError, TypeError, RuntimeError):  # no array of a GPU, one without memory, or an argument without a hash
         return None, None
@@ -64,8 +66,6 @@ def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
 
 def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
     """What checks and launches depend on, of an array; facts: of those of one library, TypeError for others."""
-    if a is None:
-        return None
     if type(a) is Quantized:
         scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
         found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)

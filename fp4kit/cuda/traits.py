@@ -10,6 +10,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
 
+FINDERS = 8  # thread blocks of a cluster, which find the amax of a small array together: as many as every GPU with clusters has
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 
@@ -94,7 +95,7 @@ def recipe_struct(
         "bool kFake": fake,
         "bool kStochastic": stochastic,
         "bool kHadamard": sign_mask is not None,
-        "bool kFindsAmax": finds_amax,
+        "int kFinders": FINDERS if finds_amax else 0,
         "ScaleLayout kLayout": f"ScaleLayout::{layout}",
     }
     formats = [format_struct(r.element, "ElementFormat"), format_struct(r.scale or E4M3, "ScaleFormat")]
@@ -107,7 +108,8 @@ def recipe_struct(
         *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]
-    return "\n".join([*formats, f"struct R {{ {' '.join(names + constants)} }};"])
+    cluster = [f"#define FP4KIT_FINDERS {FINDERS}"] if finds_amax else []
+    return "\n".join([*cluster, *formats, f"struct R {{ {' '.join(names + constants)} }};"])
 
 
 def _decode_rule(r: Recipe) -> str:

@@ -72,15 +72,15 @@ def quantize(
     >>> fp4kit.unpack(q.packed)[0, :4], fp4kit.dequantize(q)[0, :4]
     (array([ 0, 15,  4,  1], dtype=uint8), array([ 0. , -6. ,  2. ,  0.5], dtype=float32))
     """
+    given_scales, key = block_scale is not None or tensor_scale is not None, None
+    if hadamard is False and seed is None and block_amax is None and not given_scales:
+        key, repeat = prepared.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
+        if repeat is not None:
+            return repeat(x, tensor_amax, out)
     options = Options(scale_layout, rounding, seed, hadamard)
-    if block_scale is not None or tensor_scale is not None:
+    if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
         return _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
-    key = repeat = None
-    if hadamard is False and seed is None and block_amax is None:
-        key, repeat = prepared.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-    if repeat is not None:
-        return repeat(x, tensor_amax, out)
     return _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
 
 

@@ -153,7 +153,7 @@ FP4KIT_DEVICE void fake(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) fake_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_kernel(Arguments a) {
   find_amax<R, Input, kAligned>(a);
   fake<R, Input, kAligned>(a, whole_grid());
 }

@@ -220,7 +220,7 @@ FP4KIT_DEVICE void quantize(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(Arguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());
 }

@@ -130,9 +130,9 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
 // Thread blocks of a multiprocessor: square patches of 32 bits take twice the registers; a transform takes more, and so do quotients
 // and finding the amax, of arrays that are too small for many blocks.
 constexpr bool kIsLong = sizeof(Input::Bits) == 4;
-constexpr int kResident = (kIsLong && R::kBlockRows > 1) || R::kFindsAmax ? 2 : R::kHadamard || (kIsLong && R::kDivide) ? 3 : 4;
+constexpr int kResident = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2 : R::kHadamard || (kIsLong && R::kDivide) ? 3 : 4;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident) quantize_patch_kernel(PatchArguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kResident) quantize_patch_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_patch<R, Input, kAligned>(a, whole_grid());
 }

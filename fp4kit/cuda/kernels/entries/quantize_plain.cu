@@ -57,7 +57,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_plain_kernel(Arguments a) {
+extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_plain_kernel(Arguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_plain<R, Input, kAligned>(a, whole_grid());
 }

@@ -61,36 +61,70 @@ struct Untransformed {
   static constexpr u32 kSignMask = 0u;
 };
 
-// The same of all elements for a thread block by itself: 256 bytes a thread are on their way at a time, since nothing else hides
-// how long they take.
+// Where R::kFinders, a kernel finds the amax itself, by that many thread blocks together: a cluster, which its grid is a multiple of,
+// and FP4KIT_FINDERS says so to the compiler. Before compute capability 9.0 there are none, and each thread block does so alone.
+#if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
+#define FP4KIT_CLUSTER __cluster_dims__(FP4KIT_FINDERS, 1, 1)
+constexpr int kFinders = FP4KIT_FINDERS;
+#else
+#define FP4KIT_CLUSTER
+constexpr int kFinders = 1;
+#endif
+
+// The same of all elements for the thread blocks that share them: 256 bytes a thread are on their way at a time, since nothing else
+// hides how long they take.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
-  constexpr int kRun = kAmaxRun, kAtOnce = 256 / (kRun * sizeof(typename In::Bits));
+  constexpr int kRun = kAmaxRun, kAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
+  const int lane = blockIdx.x % kFinders * kThreads + threadIdx.x;
   u32 largest = 0u;
   const i64 runs = kAligned ? count / kRun : 0;
-  for (i64 first = threadIdx.x; first < runs; first += kAtOnce * kThreads) {
+  for (i64 first = lane; first < runs; first += kAtOnce * kLanes) {
     Run<In, kRun> some[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kThreads, runs - 1) * kRun);
+    for (int k = 0; k < kAtOnce; ++k) some[k] = read_run<In, kRun, kAligned>(x + minimum(first + k * kLanes, runs - 1) * kRun);
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) largest = maximum(largest, largest_of_run<Untransformed, In, kInput>(some[k]));
   }
   const i64 rest = runs * kRun;
-  return maximum(largest, largest_bits<Untransformed, In, kInput, false>(x + rest, count - rest, threadIdx.x, kThreads));
+  return maximum(largest, largest_bits<Untransformed, In, kInput, false>(x + rest, count - rest, lane, kLanes));
 }
 
-// Where R::kFindsAmax, before anything else: the amax of the whole array, which every thread block finds for itself and then has in
-// a.tensor_amax; the first one also writes it to where that pointed. One launch instead of three, for arrays that are small.
+// Largest of what the thread blocks of a cluster hold, each in its thread 0, in that thread of each.
+FP4KIT_DEVICE u32 largest_of_cluster(u32 mine) {
+#if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
+  __shared__ u32 parts[kFinders];
+  const u32 own = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // until all have begun, so that their memory is there
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (u32 peer = 0; peer < kFinders; ++peer) {
+      u32 theirs;
+      asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(own), "r"(peer));
+      asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(theirs), "r"(mine) : "memory");
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < kFinders; ++i) mine = maximum(mine, parts[i]);
+#endif
+  return mine;
+}
+
+// Where R::kFinders, before anything else: the amax of the whole array, which is then in a.tensor_amax; the first thread block also
+// writes it to where that pointed. One launch instead of three, for arrays that are small.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
-  if constexpr (R::kFindsAmax) {
+  if constexpr (R::kFinders > 0) {
     constexpr AmaxInput kInput = R::kAmaxNan == AmaxNan::propagate ? AmaxInput::all
                                  : R::kAmaxNan == AmaxNan::ignore  ? AmaxInput::no_nan
                                                                    : AmaxInput::finite;
     __shared__ float found;
+    if constexpr (kFinders > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
     const u32 mine = largest_of_all<In, kInput, kAligned>(x, a.rows * a.columns);
-    const u32 largest = largest_of_block<kThreads>(mine);
+    const u32 largest = largest_of_cluster(largest_of_block<kThreads>(mine));
     if (threadIdx.x == 0) {
       found = float_of(largest);
       if (blockIdx.x == 0) *const_cast<float*>(a.tensor_amax) = found;
