@@ -124,9 +124,11 @@ def test_torch_tensors() -> None:
     codes = random_bytes((6, 64)) & 15
     tensor = torch.from_numpy(codes).cuda()
     packed = fp4kit.pack(tensor)
-    assert isinstance(packed, cupy.ndarray) and differing(packed, pack(codes)) == 0
-    assert differing(fp4kit.unpack(torch.from_dlpack(packed)), codes) == 0
-    assert differing(fp4kit.swizzle(tensor, "swizzled_8x4"), swizzle_scales(codes, "swizzled_8x4")) == 0
+    assert isinstance(packed, torch.Tensor) and packed.is_cuda
+    assert differing(cupy.from_dlpack(packed), pack(codes)) == 0
+    assert differing(cupy.from_dlpack(fp4kit.unpack(packed)), codes) == 0
+    swizzled = fp4kit.swizzle(tensor, "swizzled_8x4")
+    assert differing(cupy.from_dlpack(swizzled), swizzle_scales(codes, "swizzled_8x4")) == 0
 
 
 def test_errors_come_before_work() -> None:

@@ -330,7 +330,7 @@ def test_calls_leave_nothing_behind(rounds):
     tracemalloc.start()
     for _ in range(rounds):
         work()
-    assert tensors_alive() == alive
+    assert tensors_alive() <= alive
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert held < 200_000
