@@ -1,53 +1,51 @@
-"""Convert a checkpoint: execute a plan tensor by tensor, into a directory that appears whole or not at all."""
+"""Convert a checkpoint: execute a plan job by job, into a directory that appears whole or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from math import prod
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from fp4kit.checkpoint import schema, staging
+from fp4kit import __version__
+from fp4kit.checkpoint import jobs, staging
+from fp4kit.checkpoint.execution import executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
-from fp4kit.checkpoint.plan import Plan, ShardPlan, TensorPlan, make_plan
-from fp4kit.checkpoint.statistics import Tally, amax_and_nonfinite, tally, total
-from fp4kit.ops.quantize import quantize
-from fp4kit.quantized import Quantized
+from fp4kit.checkpoint.formats.configs import declarations
+from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
+from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
+from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
+from fp4kit.checkpoint.selection import Wishes
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES, TensorReader
 from fp4kit.storage.whole_file import write_file
-from fp4kit.storage.writer import SafetensorsWriter
+from fp4kit.storage.writer import file_order, header_bytes
 
-SLAB_BYTES = 16 << 20  # of source elements that are in memory at a time
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
 @dataclass(frozen=True)
-class TensorReport:
-    """What became of one converted tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    recipe: str
-    tally: Tally
-
-
-@dataclass(frozen=True)
 class ConversionReport:
-    """What a conversion did: one row per converted tensor, and the plan that it followed."""
+    """What a conversion did: its plan, and every job as it was done."""
 
     plan: Plan
     destination: Path
-    rows: tuple[TensorReport, ...]
+    done: tuple[jobs.Done, ...]
+
+    @cached_property
+    def actions(self) -> dict[str, int]:
+        """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a requantize."""
+        return dict(Counter(one.action for one in self.done))
 
     @property
-    def total(self) -> Tally:
-        return total(row.tally for row in self.rows)
+    def replaced(self) -> int:
+        """NaN and infinities that were replaced."""
+        return sum(one.replaced for one in self.done)
 
 
 def convert(
@@ -55,157 +53,210 @@ def convert(
     destination: str | Path,
     recipe: str | Recipe = "nvfp4-te",
     *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    format: str | None = None,
+    wishes: Wishes | None = None,
     input_scale: float | None = None,
-    progress: Progress | None = None,
+    requantize: bool = False,
+    nonfinite: str = "error",
+    options: Options | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``.
 
-    Arguments are those of make_plan; ``progress`` is called with numbers of bytes that add up to
-    ``plan.bytes_to_read``.
+    Arguments are those of make_plan; options: how it is executed.
     Raises CheckpointError before any work for what a plan can see, and before any tensor is written for NaN or infinity in
     one that is to be quantized; whatever is raised, ``destination`` does not exist afterwards.
     Exact: codes and scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
-    plan = make_plan(source, recipe, include=include, exclude=exclude, input_scale=input_scale)
-    return execute(plan, destination, progress)
-
-
-def execute(plan: Plan, destination: str | Path, progress: Progress | None = None) -> ConversionReport:
-    """Execute ``plan`` into the new directory ``destination``; see convert."""
-    target = Path(destination)
-    tick = progress or (lambda count: None)
-    staging.check_destination(plan.source.root, target)
-    staging.check_space(target, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
-    with staging.staged_directory(target) as folder:
-        amaxes = _amaxes(plan, tick)
-        rows = [row for shard in plan.shards for row in _write_shard(plan, shard, folder, amaxes, tick)]
-        for file in plan.auxiliary.copied:
-            staging.copy_file(file.path, folder / file.name)
-        _write_configs(plan, folder)
-    return ConversionReport(plan, target, tuple(rows))
-
-
-def _slabs(reader: TensorReader, tensor: TensorPlan, height: int = 1) -> Iterator[np.ndarray]:
-    """Yield a 2-D tensor in slabs of whole rows of blocks, at most SLAB_BYTES each where a row of blocks fits."""
-    rows, columns = tensor.entry.shape
-    row_bytes = tensor.entry.nbytes // rows
-    step = max(SLAB_BYTES // (row_bytes * height), 1) * height
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        raw = reader.read_bytes(tensor.entry, start * row_bytes, count * row_bytes)
-        yield raw.view(NUMPY_DTYPES[tensor.entry.dtype]).reshape(count, columns)
-
-
-def _amax(reader: TensorReader, tensor: TensorPlan, tick: Progress) -> np.float32:
-    """Return the amax of a tensor that is to be quantized; raise CheckpointError if it holds NaN or infinity."""
-    amax, bad = np.float32(0), 0
-    for x in _slabs(reader, tensor):
-        largest, count = amax_and_nonfinite(x)
-        amax, bad = max(amax, largest), bad + count
-        tick(x.nbytes)
-    if bad:
-        raise CheckpointError(
-            f"{shown(tensor.name)}: {bad} of {prod(tensor.entry.shape)} values are NaN or infinite; "
-            "repair the source or leave it out with --exclude"
-        )
-    return amax
-
-
-def _amaxes(plan: Plan, tick: Progress) -> dict[str, np.float32]:
-    """Return sharing group, or name of a tensor without one, -> the largest amax of its members. Nothing is written yet."""
-    amaxes: dict[str, np.float32] = {}
-    for shard in plan.shards:
-        with TensorReader(shard.source) as reader:
-            for tensor in shard.tensors:
-                if tensor.action == "quantize":
-                    key = tensor.group or tensor.name
-                    amaxes[key] = max(_amax(reader, tensor, tick), amaxes.get(key, np.float32(0)))
-    return amaxes
-
-
-def _write_shard(plan: Plan, shard: ShardPlan, folder: Path, amaxes: dict[str, np.float32], tick: Progress) -> list[TensorReport]:
-    """Write one output file; return the rows of its converted tensors."""
-    rows = []
-    with ExitStack() as stack:
-        reader = stack.enter_context(TensorReader(shard.source))
-        writer = stack.enter_context(SafetensorsWriter(folder / shard.name, shard.outputs, shard.metadata))
-        for tensor in shard.tensors:
-            if tensor.action == "copy":
-                for chunk in reader.chunks(tensor.entry):
-                    writer.write(tensor.name, chunk)
-                    tick(chunk.size)
-            else:
-                amax = amaxes[tensor.group or tensor.name]
-                rows.append(_convert_tensor(plan, tensor, reader, writer, amax, tick))
-        writer.finish()
-    return rows
-
-
-def _convert_tensor(
-    plan: Plan, tensor: TensorPlan, reader: TensorReader, writer: SafetensorsWriter, amax: np.float32, tick: Progress
-) -> TensorReport:
-    """Quantize one tensor slab by slab, write its parts, and return its row."""
-    tensor_amax = None if plan.recipe.tensor_scaling == "none" else amax
-    outputs = {output.part: output.name for output in tensor.outputs}
-    tallies, scalars = Tally(), {}
-    for x in _slabs(reader, tensor, plan.recipe.block_rows):
-        q = quantize(x, plan.recipe, tensor_amax=tensor_amax)
-        if tensor_amax is not None and amax == 0:
-            q = _zeros(q)
-        _check_scales(tensor, q)
-        writer.write(outputs[schema.WEIGHT], q.packed)
-        writer.write(outputs[schema.SCALE], q.block_scale)
-        tallies += tally(x, q, plan.format)
-        scalars = _scalars(q, plan.input_scale)
-        tick(x.nbytes)
-    for part, value in scalars.items():
-        writer.write(outputs[part], value)
-    return TensorReport(tensor.name, tensor.entry.shape, plan.recipe.id, tallies)
-
-
-def _zeros(q: Quantized) -> Quantized:
-    """Return an all-zero tensor as loaders can read it: codes and block scales 0, tensor scale 1.
-
-    Producers write 0, a subnormal or NaN scales there; nvfp4-te already gives this.
-    """
-    return replace(
-        q,
-        packed=np.zeros_like(q.packed),
-        block_scale=np.zeros_like(q.block_scale),
-        tensor_scale=np.ones_like(q.tensor_scale),
+    plan = make_plan(
+        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite
     )
+    return execute(plan, destination, options)
 
 
-def _scalars(q: Quantized, input_scale: float | None) -> dict[str, np.ndarray]:
-    """Return schema part -> array, of the parts that a layer has once."""
-    parts = {} if q.tensor_scale is None else {schema.TENSOR_SCALE: np.asarray(q.tensor_scale, np.float32)}
-    return parts if input_scale is None else {**parts, schema.INPUT_SCALE: np.array(input_scale, np.float32)}
+@dataclass(frozen=True)
+class Options:
+    """How a plan is executed; the bytes that are written do not depend on it.
+
+    workers: processes on this machine. executor: any of concurrent.futures, instead of those. devices: CUDA devices that quantize,
+    in turn; none: the CPU. resume: go on with an interrupted run. progress: called with bytes that add up to bytes_to_read.
+    """
+
+    workers: int = 1
+    executor: Executor | None = None
+    devices: Sequence[int] = ()
+    resume: bool = False
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.workers) is not int or self.workers < 1:
+            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of processes, at least 1, is needed")
 
 
-def _check_scales(tensor: TensorPlan, q: Quantized) -> None:
-    """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
-    advice = f"leave it out with --exclude, or use another recipe than {q.recipe.id}"
-    if q.tensor_scale is not None and not schema.usable_tensor_scale(q.tensor_scale):
-        raise CheckpointError(f"{shown(tensor.name)}: tensor scale {q.tensor_scale}, not a positive normal float32; {advice}")
-    assert q.recipe.scale is not None
-    magnitudes = q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)
-    bad = int(np.count_nonzero(magnitudes == q.recipe.scale.nan_code))
-    if bad:
-        raise CheckpointError(f"{shown(tensor.name)}: {bad} block scales are NaN; {advice}")
+def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
+    """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space."""
+    target = Path(destination)
+    staging.check_destination(plan.source.root, target)
+    staging.check_partial(target, resume)
+    staging.check_space(target, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
 
 
-def _write_configs(plan: Plan, folder: Path) -> None:
-    """Write the index and the two configs, which make the directory a model."""
+def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
+    """Execute ``plan`` into the new directory ``destination``; see convert."""
+    options, target = options or Options(), Path(destination)
+    check(plan, target, options.resume)
+    key = key_of(plan.source, plan.request)
+    if options.resume:
+        Journal(staging.partial_of(target) / staging.JOURNAL, key).close()  # that of another run is left as it is
+    with staging.staged_directory(target, options.resume) as stage:
+        journal = Journal(stage.folder / staging.JOURNAL, key)
+        try:
+            done = _Run(plan, stage.folder, options, journal).run()
+        finally:
+            journal.close()
+    return ConversionReport(plan, target, done)
+
+
+def bytes_to_read(plan: Plan) -> int:
+    """Bytes that execution reads from tensors: those that are measured first are read twice."""
+    nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
+    return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, nowhere))
+
+
+class _Run:
+    """One execution of a plan, in a partial directory."""
+
+    def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal) -> None:
+        self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
+        self.tick: Progress = options.progress or (lambda count: None)
+
+    def run(self) -> tuple[jobs.Done, ...]:
+        """Write everything; returns what was done, in the order of the plan."""
+        positions: dict[str, tuple[Path, int]] = {}
+        for shard in self.plan.shards:
+            positions |= _lay_out(shard, self.folder, self.options.resume)
+        all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
+        with executor_of(self.options.executor, self.options.workers) as executor:
+            shared = self._measure(all_jobs, executor)
+            done = self._write(all_jobs, shared, executor)
+            digests = self._finish(executor)
+        write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
+        return tuple(done[job.key] for job in all_jobs)
+
+    def _measure(self, all_jobs: Iterable[jobs.Job], executor: Executor | None) -> dict[str, jobs.Measured]:
+        """Group -> what its members hold together."""
+        wanted = {job.key: job for job in all_jobs if job.is_measured}
+        known = self.journal.measured
+        found = {key: known[key] for key in wanted if key in known}
+        for key in found:
+            self.tick(wanted[key].nbytes_in)
+        for one in run_all(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
+            self.journal.note_measured(one)
+            found[one.key] = one
+            self.tick(wanted[one.key].nbytes_in)
+        members: dict[str, list[jobs.Measured]] = defaultdict(list)
+        for key, job in wanted.items():
+            jobs.check_finite(job, found[key])
+            self._check_exact(job, found[key])
+            members[job.group].append(found[key])
+        return {group: jobs.join_group(list(ones)) for group, ones in members.items()}
+
+    def _check_exact(self, job: jobs.Job, found: jobs.Measured) -> None:
+        if job.action == jobs.CARRY and not found.exact and not self.plan.request.requantize:
+            raise CheckpointError(
+                f"{job.name}: its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
+            )
+
+    def _write(
+        self, all_jobs: Iterable[jobs.Job], shared: Mapping[str, jobs.Measured], executor: Executor | None
+    ) -> dict[str, jobs.Done]:
+        done: dict[str, jobs.Done] = {}
+        left: list[tuple[jobs.Job, jobs.Measured | None]] = []
+        sizes = {}
+        for job in all_jobs:
+            sizes[job.key] = job.nbytes_in
+            if self.journal.is_done(job):
+                done[job.key] = self.journal.done[job.key]
+                self.tick(job.nbytes_in)
+            else:
+                left.append((job, shared.get(job.group)))
+        for one in run_all(executor, jobs.write, left):
+            self.journal.note_done(one)
+            done[one.key] = one
+            self.tick(sizes[one.key])
+        return done
+
+    def _finish(self, executor: Executor | None) -> dict[str, tuple[str, int]]:
+        """Write what lies beside the tensors; returns name -> SHA-256 and bytes of every file."""
+        for shard in self.plan.shards:
+            _sync(self.folder / shard.name)
+        for file in self.plan.auxiliary.copied:
+            (self.folder / file.name).unlink(missing_ok=True)
+            staging.copy_file(file.path, self.folder / file.name)
+        for name, content in configs(self.plan).items():
+            (self.folder / name).unlink(missing_ok=True)
+            write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
+        paths = [self.folder / name for name in names_in(self.folder)]
+        found = run_all(executor, _digest, [(path,) for path in paths])
+        return {path.relative_to(self.folder).as_posix(): (digest, nbytes) for path, digest, nbytes in found}
+
+
+def _digest(path: Path) -> tuple[Path, str, int]:
+    return path, file_digest(path), path.stat().st_size
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lay_out(shard: ShardPlan, folder: Path, resume: bool) -> Iterator[tuple[str, tuple[Path, int]]] | dict[str, tuple[Path, int]]:
+    """Make a file of its final size with its header; returns tensor -> file and position."""
+    ordered = file_order(shard.outputs)
+    header = header_bytes(ordered, shard.metadata)
+    path, position = folder / shard.name, len(header)
+    found = {}
+    for output in ordered:
+        found[output.name] = path, position
+        position += output.nbytes  # type: ignore[attr-defined]
+    if not (resume and path.is_file() and not path.is_symlink() and path.stat().st_size == position):
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            file.write(header)
+            file.truncate(position)
+    return found
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    """What the manifest says of a run."""
+    facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
+    return facts | {"request": request_facts(plan.request)}
+
+
+def configs(plan: Plan) -> dict[str, dict[str, Any]]:
+    """File name -> content, of the index and the configs, which make the directory a model."""
+    found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
-        index = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-        write_file(folder / INDEX, dump_object(index))
-    config = {key: value for key, value in plan.source.config.items() if key != "compression_config"}
-    if isinstance(config.get("text_config"), dict):
-        config["text_config"] = {k: v for k, v in config["text_config"].items() if k != "quantization_config"}
-    config["quantization_config"] = schema.quantization_config(plan.format, plan.ignore, plan.recipe.id)
-    write_file(folder / CONFIG, dump_object(config))
-    write_file(folder / HF_QUANT_CONFIG, dump_object(schema.hf_quant_config(plan.format, plan.ignore), 4))
+        found[INDEX] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
+    config = _without_declarations(plan.source.config)
+    if plan.form is None:
+        return found | {CONFIG: config}
+    own = {"version": __version__, "recipe": plan.recipe.id}
+    if plan.form.format == "deepseek-v4":
+        config["expert_dtype"] = "fp4"
+    layers = [piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is plan.form]
+    config["quantization_config"], beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
+
+
+def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config that declares no quantization."""
+    stale = ("quantization_config", "compression_config")
+    found = {key: value for key, value in config.items() if key not in stale}
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in stale}
+    return found

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.schema import OutputFormat
+from fp4kit.checkpoint.formats.container import Container
 from fp4kit.layouts import unpacked
 
 CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64: its temporaries stay in the cache
@@ -21,29 +21,51 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def codes_of(fmt: OutputFormat, weight: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Return the codes [N, K] of stored weights, one a byte."""
-    codes: npt.NDArray[np.uint8] = unpacked(weight, fmt.element.packing)
+    codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
     return codes
+
+
+def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
+    """Return the numbers of stored block scales: decoded bit patterns, or float32 as they are."""
+    values: npt.NDArray[np.float32] = scales if form.scale is None else form.scale.values[scales]
+    return values
 
 
 @ieee("decode")
 def decode(
-    fmt: OutputFormat,
-    codes: npt.NDArray[np.uint8],
-    block_scale: npt.NDArray[np.uint8],
-    tensor_scale: np.float32 | None,
+    form: Container, codes: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
 ) -> npt.NDArray[np.float32]:
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
 
-    codes: [N, K]; block_scale: bit patterns [N, K/group]; tensor_scale: None stands for 1.
+    codes: [N, K]; block_scale: as stored, one for a block of form.block elements; tensor_scale: None stands for 1.
     Numerics: both products rounded rn in float32, the one of the scales first; subnormals kept; a NaN scale gives NaN.
-    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize. Recipes that decode in another order differ by at most
-        1 ulp.
+    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant. Recipes that
+        decode in another order differ by at most 1 ulp.
     """
-    scale = fmt.scale.values[block_scale]
+    scale = scales_of(form, block_scale)
     if tensor_scale is not None:
         scale = scale * np.float32(tensor_scale)
-    elements = fmt.element.values[codes].reshape(*scale.shape, fmt.group_size)
-    values: npt.NDArray[np.float32] = (elements * scale[..., None]).reshape(codes.shape)
-    return values
+    height, width = form.block
+    rows, columns = codes.shape
+    if height == 1:
+        elements = form.element.values[codes].reshape(*scale.shape, width)
+        values: npt.NDArray[np.float32] = (elements * scale[..., None]).reshape(codes.shape)
+        return values
+    spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
+    blocks: npt.NDArray[np.float32] = form.element.values[codes] * spread
+    return blocks
+
+
+def decode_rows(
+    form: Container, stored: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
+) -> npt.NDArray[np.float32]:
+    """decode of codes as they are stored, chunk by chunk: it needs little more memory than its result."""
+    rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
+    result = np.empty((rows, columns), np.float32)
+    height = form.block[0]
+    for part in row_chunks(rows, columns, height):
+        scales = block_scale[part.start // height : -(-part.stop // height)]
+        result[part] = decode(form, codes_of(form, stored[part]), scales, tensor_scale)
+    return result

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
-from fp4kit.checkpoint.schema import OutputFormat
+from fp4kit.checkpoint.formats.container import Container as OutputFormat
 from fp4kit.layouts import pad
 from fp4kit.quantized import Quantized
 

@@ -36,7 +36,9 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.uint8),  # codes; numbers of 8 bits are bit patterns here
     "F8_E4M3": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
 }
 FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)  # of what is quantized, and of amaxes
 

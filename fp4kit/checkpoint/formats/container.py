@@ -1,0 +1,197 @@
+"""How a linear layer lies in tensors: names, dtypes, shapes, direction of the tensor scale. One Container per stored form.
+
+Of a layer P of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble:
+
+| container                                | codes                      | scales                   | tensor scale                     |
+|------------------------------------------|----------------------------|--------------------------|----------------------------------|
+| modelopt NVFP4                           | P.weight U8 [N, K/2]       | P.weight_scale F8_E4M3   | P.weight_scale_2 F32 []          |
+| modelopt mxfp4                           | P.weight U8 [N, K/2]       | P.weight_scale U8        |                                  |
+| modelopt MXFP8                           | P.weight F8_E4M3 [N, K]    | P.weight_scale U8        |                                  |
+| compressed-tensors nvfp4-pack-quantized  | P.weight_packed U8 [N, K/2]| P.weight_scale F8_E4M3   | P.weight_global_scale F32 [1], / |
+| compressed-tensors mxfp4-pack-quantized  | P.weight_packed U8 [N, K/2]| P.weight_scale U8        |                                  |
+| compressed-tensors mxfp8-quantized       | P.weight F8_E4M3 [N, K]    | P.weight_scale U8        |                                  |
+| sglang-mxfp8                             | P.weight F8_E4M3 [N, K]    | P.weight_scale_inv U8    |                                  |
+| gpt-oss                                  | P_blocks U8 [E,N,K/32,16]  | P_scales U8 [E,N,K/32]   |                                  |
+| deepseek-v4                              | P.weight I8 [N, K/2]       | P.scale F8_E8M0          |                                  |
+| deepseek-v4 nvfp4                        | as modelopt NVFP4          |                          |                                  |
+| fp8 128x128                              | P.weight F8_E4M3 [N, K]    | P.weight_scale_inv F32   |                                  |
+| fp8 128x128 ue8m0                        | P.weight F8_E4M3 [N, K]    | P.scale F8_E8M0          |                                  |
+
+"/": the stored number divides on decode. Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
+compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
+from fp4kit.recipes import Recipe
+from fp4kit.storage.safetensors_file import nbytes_of
+
+CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
+Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to be written: name, safetensors dtype, shape, and which part of its layer it is."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: str = VALUES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return nbytes_of(self.dtype, self.shape)
+
+
+@dataclass(frozen=True)
+class Container:
+    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of its name."""
+
+    name: str
+    format: str  # what --format calls it; "" for forms that are only read
+    kind: str  # "nvfp4", "mxfp4", "mxfp8" or "fp8"
+    element: ElementFormat
+    scale: ElementFormat | None
+    block: tuple[int, int]
+    suffixes: Mapping[str, str]
+    codes_dtype: str
+    scales_dtype: str
+    tensor_scale_shape: tuple[int, ...] = ()
+    divides: bool = False
+    keeps_stacks: bool = False  # stacks of experts stay whole; else each expert is a layer of its own
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return container, (self.name,)
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a row under one scale."""
+        return self.block[1]
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether a float32 scale of the whole layer is stored."""
+        return TENSOR_SCALE in self.suffixes
+
+    def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
+        """Part -> dtype and shape, for a layer of shape [..., N, K]."""
+        *lead, rows, columns = shape
+        height, width = self.block
+        codes = (*lead, rows, columns * self.element.bits // 8)
+        if self.keeps_stacks:
+            codes = (*lead, rows, columns // width, width * self.element.bits // 8)
+        found: dict[str, Spec] = {
+            CODES: (self.codes_dtype, codes),
+            SCALES: (self.scales_dtype, (*lead, -(-rows // height), -(-columns // width))),
+        }
+        if self.has_tensor_scale:
+            found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
+        if has_input_scale:
+            found[INPUT_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
+        return found
+
+    def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
+        """The tensors that a layer becomes."""
+        specs = self.specs(shape, has_input_scale).items()
+        return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
+
+    def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """[..., N, K] of a layer whose codes have a shape; None where they cannot be of this form."""
+        if self.keeps_stacks:
+            if len(codes) != 4 or codes[-1] != self.block[1] * self.element.bits // 8:
+                return None
+            codes = (*codes[:-2], codes[-2] * codes[-1])
+        if len(codes) not in (2, 3) or 0 in codes:
+            return None
+        shape = (*codes[:-1], codes[-1] * 8 // self.element.bits)
+        return shape if self.block[0] > 1 or shape[-1] % self.block[1] == 0 else None
+
+    def module_of(self, name: str) -> str | None:
+        """The layer whose scales a tensor of this name is, or None."""
+        suffix = self.suffixes[SCALES]
+        return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
+
+    def stores(self, recipe: Recipe) -> bool:
+        """Whether the codes and scales of a recipe fit."""
+        scaling = "tensor" if self.has_tensor_scale else "none"
+        return (
+            not recipe.fake_only
+            and (recipe.element, recipe.scale, recipe.tensor_scaling) == (self.element, self.scale, scaling)
+            and recipe.block_size == self.group_size
+        )
+
+    def same_codes(self, other: Container) -> bool:
+        """Whether two forms hold the same codes and scales, whatever they are called."""
+        facts = (self.element, self.scale, self.block, self.has_tensor_scale)
+        return facts == (other.element, other.scale, other.block, other.has_tensor_scale)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a layer."""
+        return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
+
+    def scale_count(self, rows: int, columns: int) -> int:
+        """Scales of a matrix."""
+        return prod((-(-rows // self.block[0]), -(-columns // self.block[1])))
+
+
+def _modelopt(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: tuple[str, str]) -> Container:
+    suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
+    if kind == "nvfp4":
+        suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
+    return Container(f"modelopt {name}", "modelopt", kind, element, scale, (1, size), suffixes, *dtypes)
+
+
+def _compressed(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: tuple[str, str]) -> Container:
+    suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
+    if kind == "nvfp4":
+        suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}
+    full = f"compressed-tensors {name}"
+    return Container(full, "compressed-tensors", kind, element, scale, (1, size), suffixes, *dtypes, (1,), kind == "nvfp4")
+
+
+MODELOPT_NVFP4 = _modelopt("NVFP4", "nvfp4", E2M1, E4M3, 16, ("U8", "F8_E4M3"))
+MODELOPT_MXFP4 = _modelopt("mxfp4", "mxfp4", E2M1, E8M0, 32, ("U8", "U8"))
+MODELOPT_MXFP8 = _modelopt("MXFP8", "mxfp8", E4M3, E8M0, 32, ("F8_E4M3", "U8"))
+CT_NVFP4 = _compressed("nvfp4-pack-quantized", "nvfp4", E2M1, E4M3, 16, ("U8", "F8_E4M3"))
+CT_MXFP4 = _compressed("mxfp4-pack-quantized", "mxfp4", E2M1, E8M0, 32, ("U8", "U8"))
+CT_MXFP8 = _compressed("mxfp8-quantized", "mxfp8", E4M3, E8M0, 32, ("F8_E4M3", "U8"))
+SGLANG_MXFP8 = Container(
+    "sglang-mxfp8", "sglang-mxfp8", "mxfp8", E4M3, E8M0, (1, 32),
+    {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "U8",
+)  # fmt: skip
+GPT_OSS = Container(
+    "gpt-oss", "gpt-oss", "mxfp4", E2M1, E8M0, (1, 32), {CODES: "_blocks", SCALES: "_scales"}, "U8", "U8", keeps_stacks=True
+)
+DEEPSEEK_V4 = Container(
+    "deepseek-v4", "deepseek-v4", "mxfp4", E2M1, E8M0, (1, 32), {CODES: ".weight", SCALES: ".scale"}, "I8", "F8_E8M0"
+)
+DEEPSEEK_V4_NVFP4 = replace(MODELOPT_NVFP4, name="deepseek-v4 nvfp4", format="deepseek-v4")
+FP8_BLOCKS = Container(
+    "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
+)
+FP8_POWERS = Container(
+    "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
+)
+
+CONTAINERS = (
+    MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4,
+    DEEPSEEK_V4_NVFP4, FP8_BLOCKS, FP8_POWERS,
+)  # fmt: skip
+
+
+def container(name: str) -> Container:
+    """The container of a name."""
+    return next(known for known in CONTAINERS if known.name == name)

@@ -1,0 +1,266 @@
+"""The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any machine that
+sees the files. First every weight that needs it is measured; then every job writes its own bytes of the output files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
+from fp4kit.checkpoint.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, slabs, values_of
+from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+
+NONFINITE = ("error", "keep", "saturate")
+COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
+    "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
+)  # fmt: skip
+PIECE = 16 << 20  # bytes of a copied tensor that are in memory at a time
+
+
+class Target(NamedTuple):
+    """Bytes of an output file: [position, position + nbytes), the part of a layer that they are, and their safetensors dtype."""
+
+    part: str
+    path: Path
+    position: int
+    nbytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What becomes of one tensor, or of the rows [span) of matrix `expert` of a weight. key: names it in a run.
+
+    group: key of those that share a tensor scale. recipe: of quantized ones. form: the container that is written, None for numbers.
+    turned: numbers are written as columns, [K, N].
+    """
+
+    key: str
+    action: str
+    source: Weight | Located
+    targets: tuple[Target, ...]
+    expert: int = 0
+    span: tuple[int, int] | None = None
+    group: str = ""
+    recipe: Recipe | None = None
+    form: Container | None = None
+    input_scale: float | None = None
+    nonfinite: str = "error"
+    turned: bool = False
+    device: int | None = None  # of CUDA; None: the CPU
+
+    @property
+    def name(self) -> str:
+        """The tensor that is read."""
+        return self.source.entry.name if isinstance(self.source, Located) else self.source.tensor
+
+    @property
+    def weight(self) -> Weight:
+        """The weight that is read."""
+        assert isinstance(self.source, Weight)
+        return self.source
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix, or of the rows, that the job is about."""
+        rows, columns = self.weight.shape[-2:]
+        first, end = self.span or (0, rows)
+        return end - first, columns
+
+    @property
+    def nbytes_in(self) -> int:
+        """Bytes that it reads, once."""
+        if isinstance(self.source, Located):
+            return self.source.entry.nbytes
+        return self.weight.nbytes * self.shape[0] // (self.weight.experts * self.weight.shape[-2])
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is read first for what it holds."""
+        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or (self.action == DEQUANTIZE and self.nonfinite == "error")
+
+
+class Measured(NamedTuple):
+    """What a job's weight holds. low, high: exponents of MX blocks that are not zero. exact: scales are powers of two."""
+
+    key: str
+    amax: float = 0.0
+    nonfinite: int = 0
+    low: int = 1 << 20
+    high: int = -(1 << 20)
+    exact: bool = True
+
+
+class Done(NamedTuple):
+    """A job that wrote its bytes: their SHA-256, one target after the other; its action as it was; NaN and inf replaced."""
+
+    key: str
+    sha256: str
+    action: str
+    replaced: int = 0
+
+
+def measure(job: Job) -> Measured:
+    """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
+    with Readers() as readers:
+        found = Measured(job.key)
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            found = _joined(found, _measured(job, slab))
+    return found
+
+
+def _joined(a: Measured, b: Measured) -> Measured:
+    return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, min(a.low, b.low), max(a.high, b.high), a.exact and b.exact)
+
+
+def _measured(job: Job, slab: Slab) -> Measured:
+    amax, bad = amax_and_nonfinite(values_of(job.weight, slab))
+    found = Measured(job.key, float(amax), bad)
+    if job.action == CARRY and slab.scales is not None:
+        return found._replace(exact=carried.is_exact(job.weight, slab))
+    if job.action == CAST and slab.scales is not None:
+        low, high = cast.exponents(job.weight, slab)
+        return found._replace(low=low, high=high)
+    return found
+
+
+def join_group(found: list[Measured]) -> Measured:
+    """What the members of a group hold together."""
+    result = found[0]
+    for one in found[1:]:
+        result = _joined(result, one)
+    return result
+
+
+def write(job: Job, shared: Measured | None) -> Done:
+    """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
+    with Readers() as readers, _Output(job.targets) as output:
+        if isinstance(job.source, Located):
+            _copy(job.source, readers, output)
+            return Done(job.key, output.finish(), job.action)
+        action, replaced = job.action, 0
+        if action == DEQUANTIZE:
+            _dequantize(job, readers, output)
+        elif action == RENAME:
+            renamed.write(job, readers, output)
+        elif action == CARRY and shared is not None and shared.exact:
+            carried.write(job, readers, output)
+        elif action == CAST and shared is not None and cast.is_exact(shared.low, shared.high):
+            cast.write(job, readers, output, shared.high)
+        else:
+            action = REQUANTIZE if action != QUANTIZE else action
+            assert shared is not None
+            replaced = encoded.write(job, readers, output, np.float32(shared.amax))
+        return Done(job.key, output.finish(), action, replaced)
+
+
+def _copy(source: Located, readers: Readers, output: _Output) -> None:
+    for start in range(0, source.entry.nbytes, PIECE):
+        output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
+
+
+def _dequantize(job: Job, readers: Readers, output: _Output) -> None:
+    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, matrix by matrix."""
+    dtype = NUMPY_DTYPES[job.targets[0].dtype]
+    parts = (_rounded(values_of(job.weight, slab), dtype) for slab in slabs(readers, job.weight, job.expert, job.span))
+    if job.turned:
+        output.put(VALUES, np.concatenate(list(parts)).T)
+        return
+    for part in parts:
+        output.put(VALUES, part)
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype)
+
+
+class _Output:
+    """The targets of a job, open for writing; pieces of a part come in order."""
+
+    def __init__(self, targets: tuple[Target, ...]) -> None:
+        self._targets = {target.part: target for target in targets}
+        self._next = {target.part: target.position for target in targets}
+        self._hashes = {target.part: hashlib.sha256() for target in targets}
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> _Output:
+        for target in self._targets.values():
+            if target.path not in self._open:
+                self._open[target.path] = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def has(self, part: str) -> bool:
+        """Whether a part is written."""
+        return part in self._targets
+
+    def put(self, part: str, array: Any) -> None:
+        """Append the bytes of an array to a part."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target = self._targets[part]
+        if self._next[part] + raw.size > target.position + target.nbytes:
+            raise CheckpointError(f"{shown(target.path.name)}: more bytes than the {target.nbytes} that are planned")
+        data, self._hashes[part] = memoryview(raw), self._hashes[part]
+        self._hashes[part].update(data)
+        while data:
+            written = os.pwrite(self._open[target.path], data, self._next[part])
+            self._next[part] += written
+            data = data[written:]
+
+    def finish(self) -> str:
+        """The SHA-256 of all parts, after a check that they are whole."""
+        whole = hashlib.sha256()
+        for part, target in self._targets.items():
+            missing = target.position + target.nbytes - self._next[part]
+            if missing:
+                raise CheckpointError(f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing")
+            whole.update(self._hashes[part].digest())
+        return whole.hexdigest()
+
+
+def digest(job: Job) -> str:
+    """What Done.sha256 was, read from the files as they are now."""
+    whole = hashlib.sha256()
+    for target in job.targets:
+        one = hashlib.sha256()
+        for chunk in _chunks(target):
+            one.update(chunk)
+        whole.update(one.digest())
+    return whole.hexdigest()
+
+
+def _chunks(target: Target) -> Iterator[bytes]:
+    with target.path.open("rb", buffering=0) as file:
+        file.seek(target.position)
+        left = target.nbytes
+        while left and (data := file.read(min(left, PIECE))):
+            yield data
+            left -= len(data)
+
+
+def check_finite(job: Job, found: Measured) -> None:
+    """Raise CheckpointError where a weight holds NaN or infinity, and the user did not say what becomes of them."""
+    if found.nonfinite and job.nonfinite == "error":
+        raise CheckpointError(
+            f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
+            "leave it out with --keep, or say --nonfinite keep or saturate"
+        )
+
+
+__all__ = ["CODES", "INPUT_SCALE", "SCALES", "TENSOR_SCALE", "Done", "Job", "Measured", "Target", "measure", "write"]

@@ -1,0 +1,104 @@
+"""What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it was.
+
+The key covers the source (name, size, time of change and header of every file, and its config), the request and the version.
+A job that is written down as done is believed only if its bytes are still those that it wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fp4kit import __version__
+from fp4kit.checkpoint.files import Source
+from fp4kit.checkpoint.jobs import Done, Job, Measured, digest
+from fp4kit.checkpoint.request import Request
+from fp4kit.recipes.data import as_data
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.safetensors_file import SafetensorsFile
+
+
+def header_digest(file: SafetensorsFile) -> str:
+    """SHA-256 of the header of a safetensors file, its length included."""
+    with file.path.open("rb") as stream:
+        length = stream.read(8)
+        return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
+
+
+def source_facts(source: Source) -> dict[str, dict[str, Any]]:
+    """Of each file of a source: bytes, and the SHA-256 of its header."""
+    return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """A request as JSON has it."""
+    recipe = as_data(request.recipe)
+    return {
+        "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
+        "requantize": request.requantize, "nonfinite": request.nonfinite,
+    }  # fmt: skip
+
+
+def key_of(source: Source, request: Request) -> str:
+    """What names a run: equal for equal sources, requests and versions."""
+    times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
+    facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class Journal:
+    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs."""
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.measured: dict[str, Measured] = {}
+        self.done: dict[str, Done] = {}
+        new = not path.exists()
+        if not new:
+            self._read(path, key)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        if new:
+            self._write({"key": key})
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _read(self, path: Path, key: str) -> None:
+        lines = path.read_bytes().split(b"\n")
+        found = [_parsed(line) for line in lines]
+        if not found or found[0].get("key") != key:
+            raise CheckpointError(
+                f"{path.parent}: was begun from another source, with other options or by another version; "
+                "remove it with `fp4kit clean`, and start again"
+            )
+        self.measured = {one["measured"][0]: Measured(*one["measured"]) for one in found if "measured" in one}
+        self.done = {one["done"][0]: Done(*one["done"]) for one in found if "done" in one}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+    def note_measured(self, found: Measured) -> None:
+        """A weight was measured."""
+        self._write({"measured": list(found)})
+
+    def note_done(self, found: Done) -> None:
+        """A job wrote its bytes."""
+        self._write({"done": list(found)})
+
+    def is_done(self, job: Job) -> bool:
+        """Whether a job was done and its bytes are still there."""
+        found = self.done.get(job.key)
+        return found is not None and all(target.path.exists() for target in job.targets) and digest(job) == found.sha256
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line; nothing of one that was cut."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

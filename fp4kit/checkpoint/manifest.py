@@ -1,0 +1,66 @@
+"""fp4kit_manifest.json: what a conversion wrote, so that a copy of it can be checked: SHA-256 of every file, recipe, source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import load_object
+
+MANIFEST = "fp4kit_manifest.json"
+VERSION = 1
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+
+
+def _digest(file: Any) -> str:  # Python 3.10
+    whole = hashlib.sha256()
+    while data := file.read(1 << 20):
+        whole.update(data)
+    return whole.hexdigest()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Files of a directory and those below, by their names in it; hidden ones and the manifest are not."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(name.as_posix() for name in found if not name.name.startswith(".") and name.as_posix() != MANIFEST)
+
+
+def manifest_of(digests: Mapping[str, tuple[str, int]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest; digests: name -> SHA-256 and bytes; facts: of the run."""
+    files = {name: {"sha256": digest, "bytes": nbytes} for name, (digest, nbytes) in sorted(digests.items())}
+    return {"fp4kit_manifest": VERSION, **facts, "files": files}
+
+
+def load_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest of a directory, None without. Raises CheckpointError for one that is not of this form."""
+    path = folder / MANIFEST
+    if not path.is_file() or path.is_symlink():
+        return None
+    found = load_object(path, MANIFEST)
+    files = found.get("files")
+    right = isinstance(files, dict) and all(isinstance(f, dict) and isinstance(f.get("sha256"), str) for f in files.values())
+    if found.get("fp4kit_manifest") != VERSION or not right:
+        raise CheckpointError(f"{MANIFEST}: is not of version {VERSION}; convert the model again")
+    return found
+
+
+def differences(folder: Path) -> list[str] | None:
+    """What is not as the manifest says, a sentence each; None without a manifest."""
+    found = load_manifest(folder)
+    if found is None:
+        return None
+    present, lines = set(names_in(folder)), []
+    for name, facts in found["files"].items():
+        if name not in present:
+            lines.append(f"{shown(name)}: is missing")
+        elif file_digest(folder / name) != facts["sha256"]:
+            lines.append(f"{shown(name)}: has other bytes than were written")
+    return lines + [f"{shown(name)}: was not written by the conversion" for name in sorted(present - set(found["files"]))]

@@ -1,0 +1,41 @@
+"""FP8 of 128x128 blocks -> MXFP8 without a loss, where the scales are powers of two: the codes stay, the scales are repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.weights import Readers, Slab, Weight, slabs
+from fp4kit.formats import E8M0
+
+_FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
+
+
+def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
+    """E8M0 codes of scales that are powers of two, float32 or codes already; -1 for any other number."""
+    if scales.dtype == np.uint8:
+        return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
+    bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
+    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # of a negative number above 255
+    usable = ((bits & _FRACTION) == 0) & (codes > 0) & (codes < E8M0.nan_code)
+    return np.where(usable, codes, -1)
+
+
+def is_exact(weight: Weight, slab: Slab) -> bool:
+    """Whether all scales of a slab are powers of two that E8M0 has."""
+    assert slab.scales is not None
+    return bool((_exponent_codes(slab.scales) >= 0).all())
+
+
+def write(job: Any, readers: Readers, output: Any) -> None:
+    """Write the codes as they are; scales of 1x32 for those of 128x128."""
+    height, width = job.weight.container.block
+    columns = job.weight.shape[-1]
+    for slab in slabs(readers, job.weight, job.expert, job.span):
+        codes = _exponent_codes(slab.scales).astype(np.uint8)
+        rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]
+        output.put(CODES, slab.codes)
+        output.put(SCALES, np.repeat(rows, width // job.form.group_size, axis=1)[:, : columns // job.form.group_size])

@@ -1,0 +1,80 @@
+"""New codes: numbers quantized by a recipe, slab by slab, under the tensor amax of their group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.rewrite.scalars import put_scalars
+from fp4kit.checkpoint.weights import Readers, slabs, values_of
+from fp4kit.interop import cupy
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized import Quantized
+from fp4kit.reference.scaling import tensor_scale
+from fp4kit.storage.errors import CheckpointError, shown
+
+
+def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
+    """Quantize and write a weight; returns how many NaN and infinities were replaced."""
+    tensor_amax = None if job.recipe.tensor_scaling == "none" else amax
+    replaced, q = 0, None
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.recipe.block_rows):
+        x = values_of(job.weight, slab)
+        if job.nonfinite == "saturate":
+            x, count = _saturated(x, amax)
+            replaced += count
+        q = _quantized(x, job, tensor_amax)
+        _check_scales(job, q)
+        output.put(CODES, q.packed)
+        output.put(SCALES, q.block_scale)
+    if q is not None and q.tensor_scale is not None:
+        put_scalars(job, output, np.float32(q.tensor_scale), _divisor(job, amax, x.dtype))
+    return replaced
+
+
+def _quantized(x: np.ndarray, job: Any, tensor_amax: np.float32 | None) -> Quantized:
+    if tensor_amax is not None and tensor_amax == 0:
+        return _zeros(quantize(x, job.recipe, tensor_amax=tensor_amax))
+    if job.device is None:
+        return quantize(x, job.recipe, tensor_amax=tensor_amax)
+    with cupy().cuda.Device(job.device):
+        return quantize(cupy().asarray(x), job.recipe, tensor_amax=tensor_amax).to("numpy")
+
+
+def _zeros(q: Quantized) -> Quantized:
+    """An all-zero tensor as loaders can read it: codes and block scales 0, tensor scale 1.
+
+    Producers write 0, a subnormal or NaN scales there; nvfp4-te already gives this.
+    """
+    zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
+    return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
+
+
+def _divisor(job: Any, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
+    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere."""
+    if not job.form.divides or job.recipe.tensor_rule != "compressed_tensors" or amax == 0:
+        return None
+    return np.float32(tensor_scale(amax, job.recipe, dtype).encode)
+
+
+def _saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
+    """Infinities become the largest finite magnitude of the group, NaN becomes 0."""
+    bad = ~np.isfinite(x.astype(np.float32))
+    count = int(np.count_nonzero(bad))
+    if not count:
+        return x, 0
+    wide = x.astype(np.float32)
+    return np.nan_to_num(wide, nan=0.0, posinf=float(amax), neginf=-float(amax)).astype(x.dtype), count
+
+
+def _check_scales(job: Any, q: Quantized) -> None:
+    """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
+    assert q.recipe.scale is not None and q.block_scale is not None
+    bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
+    if bad and job.nonfinite != "keep":
+        raise CheckpointError(
+            f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than {q.recipe.id}"
+        )

@@ -1,0 +1,29 @@
+"""The same codes and scales under other names; the tensor scale inverted where one form multiplies and the other divides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES
+from fp4kit.checkpoint.rewrite.scalars import put_input_scale, put_tensor_scale
+from fp4kit.checkpoint.weights import TENSOR_SCALE, Readers, slabs
+
+
+def write(job: Any, readers: Readers, output: Any) -> None:
+    """Write all parts of a weight; a number that stays what it was keeps its bits."""
+    for slab in slabs(readers, job.weight, job.expert, job.span):
+        output.put(CODES, slab.codes)
+        output.put(SCALES, slab.scales)
+    for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
+        if output.has(part) and part in job.weight.parts:
+            stored = np.float32(readers.array(job.weight.parts[part]).reshape(-1)[job.expert])
+            same = job.weight.container.divides == job.form.divides
+            if same:
+                output.put(part, np.array([stored], np.float32))
+            else:
+                with np.errstate(all="ignore"):
+                    put(job, output, np.float32(1) / stored if job.weight.container.divides else stored)
+        elif output.has(part):
+            put_input_scale(job, output, np.float32(job.input_scale))

@@ -1,0 +1,39 @@
+"""The numbers that a layer has once: its tensor scale and its input scale, multipliers or divisors as the container has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.formats.container import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.storage.errors import CheckpointError, shown
+
+
+def usable_tensor_scale(scale: Any) -> bool:
+    """Whether a scale is positive, finite and normal: loaders that flush take a subnormal for 0."""
+    return bool(FLT_MIN <= scale <= FLT_MAX)
+
+
+def put_scalars(job: Any, output: Any, tensor_scale: np.float32 | None, divisor: np.float32 | None = None) -> None:
+    """Write the tensor scale, which multiplies on decode, and the input scale, where the container has them."""
+    if tensor_scale is not None:
+        put_tensor_scale(job, output, tensor_scale, divisor)
+    if output.has(INPUT_SCALE):
+        put_input_scale(job, output, np.float32(job.input_scale))
+
+
+def put_tensor_scale(job: Any, output: Any, scale: np.float32, divisor: np.float32 | None = None) -> None:
+    """Write a tensor scale; divisor: its reciprocal as the producer has it, where that is not 1 / scale rounded."""
+    stored = scale if not job.form.divides else divisor if divisor is not None else np.float32(1) / scale
+    if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
+        raise CheckpointError(
+            f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; leave it out with --keep, or use another recipe"
+        )
+    output.put(TENSOR_SCALE, np.array([stored], np.float32))
+
+
+def put_input_scale(job: Any, output: Any, scale: np.float32) -> None:
+    """Write an input scale, which multiplies."""
+    output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.form.divides else scale], np.float32))
