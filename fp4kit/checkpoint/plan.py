@@ -5,7 +5,7 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Literal
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, schema, sharing
 from fp4kit.checkpoint.files import HF_QUANT_CONFIG, INDEX, Source, open_source
-from fp4kit.checkpoint.selection import Selection
+from fp4kit.checkpoint.rules import candidate, model_facts
+from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -121,15 +122,33 @@ def _looks_quantized(entry: TensorEntry) -> bool:
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
 
 
-def _tensor_plan(entry: TensorEntry, selection: Selection, fmt: schema.OutputFormat, groups: Mapping[str, str]) -> TensorPlan:
+def _decisions(model: Source, wishes: Wishes, block: int) -> dict[str, Decision]:
+    """Return what becomes of every tensor; stacks of experts are copied, for which schema has no form."""
+    facts = model_facts(model.config)
+    candidates = [candidate(name, entry.dtype, entry.shape, facts) for name, (_, entry) in model.tensors.items()]
+    decisions = decide(candidates, wishes, block)
+    for tensor in candidates:
+        if tensor.is_stack and decisions[tensor.name].converted:
+            decisions[tensor.name] = Decision(False, "expert stack: not converted by this version", True)
+    check(candidates, wishes, decisions)
+    return decisions
+
+
+def _tensor_plan(
+    entry: TensorEntry, decisions: Mapping[str, Decision], fmt: schema.OutputFormat, groups: Mapping[str, str]
+) -> TensorPlan:
     """Return what happens to one tensor."""
-    module = selection.modules.get(entry.name)
-    if module is None:
+    decision, module = decisions[entry.name], _module(entry.name)
+    if not decision.converted:
         output = schema.OutputTensor(entry.name, entry.dtype, entry.shape)
-        return TensorPlan(entry, "copy", selection.reasons[entry.name], (output,))
+        return TensorPlan(entry, "copy", decision.reason, (output,))
     group = groups.get(module)
-    reason = f"shares its tensor amax: {group}" if group else "linear layer"
+    reason = f"shares its tensor amax: {group}" if group else decision.reason
     return TensorPlan(entry, "quantize", reason, schema.module_tensors(module, fmt, entry.shape), group)
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _metadata(file: SafetensorsFile, used: Recipe) -> dict[str, str]:
@@ -146,10 +165,9 @@ def _check_outputs(shards: Iterable[ShardPlan]) -> None:
         seen.add(output.name)
 
 
-def _warnings(selection: Selection, ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return what a loader may trip over."""
-    converted = set(selection.modules.values())
-    found = [shown(line) for line in sharing.partly_converted(selection.listed.values(), converted)]
+def _warnings(copied: Collection[str], converted: Collection[str], ignore: Sequence[str]) -> tuple[str, ...]:
+    """Return what a loader may trip over. copied: layers that loaders are told of."""
+    found = [shown(line) for line in sharing.partly_converted(copied, converted)]
     found += [
         f"{shown(pattern)} of the exclusion list also matches {shown(layer)}, which is converted; some loaders go by substring"
         for pattern, layer in sharing.wrongly_ignored(ignore, converted)
@@ -187,15 +205,17 @@ def make_plan(
     fmt = schema.output_format(used, input_scale)
     model = open_source(Path(source))
     refuse_quantized(model)
-    selection = Selection(model, used, include, exclude)
-    selection.check_not_empty()
-    groups = sharing.shared_amax_groups(selection.modules.values()) if fmt.has_tensor_scale else {}
+    decisions = _decisions(model, Wishes(only=tuple(include), keep=tuple(exclude)), used.block_size)
+    converted = {_module(name): None for name, decision in decisions.items() if decision.converted}
+    copied = [_module(name) for name, decision in decisions.items() if decision.listed]
+    subtrees = {decision.subtree for decision in decisions.values() if decision.subtree}
+    groups = sharing.shared_amax_groups(converted) if fmt.has_tensor_scale else {}
     shards = tuple(
-        ShardPlan(file, tuple(_tensor_plan(e, selection, fmt, groups) for e in file.entries), _metadata(file, used))
+        ShardPlan(file, tuple(_tensor_plan(e, decisions, fmt, groups) for e in file.entries), _metadata(file, used))
         for file in model.files
     )
     _check_outputs(shards)
-    ignore = sharing.ignore_list(selection.listed.values(), selection.subtrees, set(selection.modules.values()))
+    ignore = sharing.ignore_list(copied, subtrees, converted)
     names = {file.name for file in model.files} | {INDEX}
     beside = auxiliary.scan(model.root, names)
-    return Plan(model, used, fmt, input_scale, shards, ignore, _warnings(selection, ignore), beside)
+    return Plan(model, used, fmt, input_scale, shards, ignore, _warnings(copied, converted, ignore), beside)

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from fp4kit.storage.errors import shown
+
 _EXPERTS = re.compile(r"(.*\.experts)(?:\.|$)")
 
 
@@ -29,9 +31,15 @@ FUSIONS = (
     Fusion(("gate_proj", "up_proj"), "gate_up_proj"),
     Fusion(("w1", "w3"), None),
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
-    Fusion(("wq_a", "wkv_a_with_mqa"), "wqkv_a"),
+    Fusion(("wq", "wk", "wv"), "qkv_proj"),
+    Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),  # DeepSeek-V4; Mistral's own names of MLA, which end in _with_mqa
+    Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
+    Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
 )
 _FUSION_OF = {member: fusion for fusion in FUSIONS for member in fusion.members}
+_PAIRS = {"gate_proj": "up_proj", "w1": "w3"}  # gate -> up of a gated MLP
+_GATE_OF = {up: gate for gate, up in _PAIRS.items()}
+_NUMBER = re.compile(r"\b\d+\b")
 
 
 def split_module(module: str) -> tuple[str, str]:
@@ -47,12 +55,12 @@ def join_module(parent: str, leaf: str) -> str:
 
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
     """Return, for every parent and fusion that occurs, those of ``modules`` that belong to it."""
-    groups: dict[tuple[str, Fusion], list[str]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
         parent, leaf = split_module(module)
         if leaf in _FUSION_OF:
-            groups[parent, _FUSION_OF[leaf]].append(module)
-    return dict(groups)
+            groups[parent, _FUSION_OF[leaf].members[0]].append(module)
+    return {(parent, _FUSION_OF[first]): members for (parent, first), members in groups.items()}
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
@@ -61,8 +69,55 @@ def group_name(parent: str, fusion: Fusion) -> str:
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> group name for modules that share a tensor amax with at least one other."""
-    return {module: group_name(*key) for key, members in fused_groups(modules).items() if len(members) > 1 for module in members}
+    """Return module -> group name for modules that share a tensor amax with at least one other.
+
+    Every expert of its own is a group. Stacks share expert by expert: gate_up_proj within itself, gate_proj with up_proj.
+    """
+    found: dict[str, str] = {}
+    for key, members in fused_groups(modules).items():
+        if len(members) > 1:
+            found |= dict.fromkeys(members, group_name(*key))
+    return found
+
+
+def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
+    """Return a sentence for every converted half of a gated MLP whose other half is nowhere.
+
+    converted: modules that are quantized; present: others that the source has, which may be the other half. A gate_proj without
+        up_proj, or a w1 without w3, is such a half, unless it is the gate of an attention, or beside c_proj (Qwen's w1, w2). An
+        up_proj or w3 alone is one only where others like it (layers, experts) have a gate: MLPs without gates have only that.
+    """
+    converted = list(converted)
+    known = {*converted, *present}
+    gated: set[str] | None = None
+    found = []
+    for module in converted:
+        parent, leaf = split_module(module)
+        other = _PAIRS.get(leaf) or _GATE_OF.get(leaf)
+        if other is None or join_module(parent, other) in known:
+            continue
+        if leaf in _GATE_OF:
+            gated = _gated(known) if gated is None else gated
+        if _is_half(parent, leaf, known) if leaf in _PAIRS else _alike(module) in (gated or ()):
+            found.append(f"{shown(module)}: there is no {other} beside it, with which it shares a tensor amax; add the tensor")
+    return found
+
+
+def _is_half(parent: str, gate: str, known: Collection[str]) -> bool:
+    """Return whether a gate belongs to an MLP whose other half has its usual name."""
+    attends = "attn" in parent or "attention" in parent.lower()
+    return not attends and not (gate == "w1" and join_module(parent, "c_proj") in known)
+
+
+def _alike(module: str) -> str:
+    """Return a name without its numbers, which all layers and experts of one kind have in common."""
+    return _NUMBER.sub("#", module)
+
+
+def _gated(known: Collection[str]) -> set[str]:
+    """Return the up_proj and w3, as _alike, that have a gate somewhere."""
+    ups = ((module, *split_module(module)) for module in known if module.endswith(tuple(_GATE_OF)))
+    return {_alike(module) for module, parent, leaf in ups if leaf in _GATE_OF and join_module(parent, _GATE_OF[leaf]) in known}
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
