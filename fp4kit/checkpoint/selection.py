@@ -167,8 +167,8 @@ def _hits(pattern: str, weights: Iterable[Candidate]) -> Iterator[Candidate]:
 def _no_match(option: str, pattern: str, weights: Iterable[Candidate]) -> str:
     names = [tensor.module for tensor in weights]
     return (
-        f"{option} {pattern!r}: matches no module; a pattern matches whole names, without .weight, in their case; "
-        f"names look like {listed(names, 2)}"
+        f"{option} {pattern!r}: matches no module; names look like {listed(names, 2)}; "
+        "a pattern matches whole names, in their case, without .weight"
     )
 
 
