@@ -5,18 +5,24 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, schema, sharing
-from fp4kit.checkpoint.files import HF_QUANT_CONFIG, INDEX, Source, open_source
-from fp4kit.checkpoint.rules import candidate, model_facts
+from fp4kit.checkpoint import auxiliary, jobs, sharing
+from fp4kit.checkpoint.files import INDEX, Source, open_source
+from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
+from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
+from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
+from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
@@ -124,38 +130,187 @@ def looks_quantized(entry: TensorEntry) -> bool:
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
 
 
-def _decisions(model: Source, wishes: Wishes, block: int) -> dict[str, Decision]:
-    """Return what becomes of every tensor; stacks of experts are copied, for which schema has no form."""
-    facts = model_facts(model.config)
-    candidates = [candidate(name, entry.dtype, entry.shape, facts) for name, (_, entry) in model.tensors.items()]
-    decisions = decide(candidates, wishes, block)
-    for tensor in candidates:
-        if tensor.is_stack and decisions[tensor.name].converted:
-            decisions[tensor.name] = Decision(False, "expert stack: not converted by this version", True)
-    check(candidates, wishes, decisions)
-    return decisions
+def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
+    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
+    known = {part.entry.name for weight in weights.values() for part in weight.parts.values()}
+    stored = {weight.tensor for weight in weights.values() if weight.container is not None}
+    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and not (name in known and _of(name, weights, stored))]
+    if strange:
+        raise CheckpointError(
+            f"{listed(strange)}: packed weights or their scales, of no form that is known here; start from the unquantized release"
+        )
+    text = source.config.get("text_config")
+    sections = [source.config, text] if isinstance(text, dict) else [source.config]
+    declared = any(section.get(key) for section in sections for key in ("quantization_config", "compression_config"))
+    if declared and not stored:
+        raise CheckpointError("config.json: has quantization_config, but no tensor is quantized; remove it from the source first")
 
 
-def _tensor_plan(
-    entry: TensorEntry, decisions: Mapping[str, Decision], fmt: schema.OutputFormat, groups: Mapping[str, str]
-) -> TensorPlan:
-    """Return what happens to one tensor."""
-    decision, module = decisions[entry.name], _module(entry.name)
-    if not decision.converted:
-        output = schema.OutputTensor(entry.name, entry.dtype, entry.shape)
-        return TensorPlan(entry, "copy", decision.reason, (output,))
-    group = groups.get(module)
-    reason = f"shares its tensor amax: {group}" if group else decision.reason
-    return TensorPlan(entry, "quantize", reason, schema.module_tensors(module, fmt, entry.shape), group)
+def _of(name: str, weights: Mapping[str, Weight], stored: set[str]) -> bool:
+    return name in stored or name not in weights
 
 
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
+def make_plan(
+    source: str | Path,
+    recipe_id: str | Recipe = "nvfp4-te",
+    *,
+    format: str | None = None,
+    wishes: Wishes | None = None,
+    input_scale: float | None = None,
+    requantize: bool = False,
+    nonfinite: str = "error",
+) -> Plan:
+    """Return the plan to convert the model directory ``source``; reads headers and JSON only.
+
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes the
+        one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
+        W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
+    requantize: layers that are quantized already may get other codes, with a loss; without it, only what keeps every value is done.
+    nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
+    Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
+    without its up projection, or when nothing is left to convert.
+    """
+    request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite)
+    model = open_source(Path(source))
+    weights = weights_of(model.tensors, model.config)
+    _check_declared(model, weights)
+    return _Planner(model, request, weights).plan()
 
 
-def _metadata(file: SafetensorsFile, used: Recipe) -> dict[str, str]:
-    """Return the ``__metadata__`` of an output file; loaders of transformers insist on ``format``."""
-    return {"format": "pt", **file.metadata, "fp4kit.recipe": used.id, "fp4kit.version": __version__}
+class _Planner:
+    """One source, one request: decides, and gathers what the decisions give."""
+
+    def __init__(self, source: Source, request: Request, weights: Mapping[str, Weight]) -> None:
+        self.source, self.request, self.weights = source, request, weights
+        self.config = source.config
+        self.form = request.form_for(self.config)
+        self.decisions = self._decisions()
+        self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
+        self.has_input_scale = self._has_input_scale()
+        self.groups = self._groups()
+
+    def _decisions(self) -> dict[str, Decision]:
+        """Of every tensor that is not a part of another one: converted or not, and why."""
+        if self.form is None:
+            return {name: Decision(w.container is not None, "stored as numbers") for name, w in self.weights.items()}
+        wishes = self.request.wishes
+        if experts_only(self.form) and wishes.preset != "experts":
+            wishes = replace(wishes, preset="experts")
+        facts = model_facts(self.config)
+        parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
+        found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
+        decisions = decide(found, wishes, self.form.group_size)
+        check(found, wishes, decisions)
+        return decisions
+
+    def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
+        weight = self.weights.get(name)
+        if weight is None:
+            return candidate(name, entry.dtype, entry.shape, facts)
+        return Candidate(name, weight.name, weight.dtype, weight.shape, facts)
+
+    def _has_input_scale(self) -> bool:
+        """Whether every layer gets an input scale: the user's, or those that all of them have."""
+        if self.form is None or not self.form.has_tensor_scale:
+            return False
+        have = [INPUT_SCALE in weight.parts for weight in self.selected.values()]
+        return self.request.input_scale is not None or (bool(have) and all(have))
+
+    def _groups(self) -> dict[str, str]:
+        """Module -> group, of the layers that share a tensor scale."""
+        if self.form is None or not self.form.has_tensor_scale:
+            return {}
+        modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
+        alone = sharing.unpaired(modules, [weight.name for weight in self.weights.values()])
+        if alone:
+            raise CheckpointError("; ".join(alone[:3]))
+        return sharing.shared_amax_groups(modules)
+
+    def plan(self) -> Plan:
+        """The whole."""
+        if not any(True for _ in self.selected):
+            raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
+        shards = tuple(self._shard(file) for file in self.source.files)
+        _check_outputs(shards)
+        ignore, warnings = self._exclusions()
+        names = {file.name for file in self.source.files} | {INDEX}
+        beside = auxiliary.scan(self.source.root, names)
+        return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
+
+    def _shard(self, file: SafetensorsFile) -> ShardPlan:
+        parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
+        tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
+        extra = [] if self.form is None else [("fp4kit.recipe", self.request.recipe.id)]
+        return ShardPlan(file.name, tensors, {"format": "pt", **file.metadata, **dict(extra), "fp4kit.version": __version__})
+
+    def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+        weight = self.weights.get(entry.name)
+        if weight is not None and entry.name in self.selected:
+            return self._converted(weight)
+        reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
+        if weight is not None and weight.container is not None and not self._stays_quantized(weight):
+            return self._numbers(weight, f"{reason}; decoded, since its form is another one")
+        if weight is not None and weight.container is not None:
+            return self._copied_whole(weight, reason)
+        return TensorPlan(entry.name, entry.dtype, entry.shape, jobs.COPY, reason, entry.nbytes, (), located(file, entry))
+
+    def _stays_quantized(self, weight: Weight) -> bool:
+        """Whether loaders expect a layer that is not converted in the form that it has: DeepSeek-V4's FP8 beside its experts."""
+        return is_deepseek_v4(self.config) and experts_only(self.form)
+
+    def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
+        assert weight.container is not None
+        found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, f"{reason}; as it is", weight.nbytes, tuple(found))
+
+    def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
+        turned = len(weight.shape) == 3 and is_interleaved(self.config)
+        found = tuple(numbers(weight, "BF16", turned))
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.DEQUANTIZE, reason, weight.nbytes, found)
+
+    def _converted(self, weight: Weight) -> TensorPlan:
+        if self.form is None:
+            return self._numbers(weight, f"{weight.dtype}: decoded")
+        action = self._action(weight)
+        found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
+        groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
+        shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
+        reason = f"{self.decisions[weight.tensor].reason}: {_WORDS[action]}{shared}"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
+
+    def _action(self, weight: Weight) -> str:
+        """How a weight gets into the form that is written. Raises CheckpointError for a loss that was not asked for."""
+        have, form = weight.container, self.form
+        assert form is not None
+        if have is None:
+            return jobs.QUANTIZE
+        if have.same_codes(form):
+            return jobs.RENAME
+        if (have.kind, form.kind) == ("mxfp4", "nvfp4"):
+            return jobs.CAST
+        if (have.kind, form.kind) == ("fp8", "mxfp8"):
+            return jobs.CARRY
+        if not self.request.requantize:
+            raise CheckpointError(
+                f"{shown(weight.name)}: is {have} already, and {form} would have other values; say --requantize for that, "
+                "or start from the unquantized release"
+            )
+        return jobs.REQUANTIZE
+
+    def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The exclusion list, and what loaders may trip over."""
+        if self.form is None:
+            return (), ()
+        converted = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
+        kept = {name: found for name, found in self.decisions.items() if not found.converted and found.listed}
+        modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
+        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
+        ignore = exclusions.exclusion_list(SYNTAX[self.form.format], modules, subtrees, converted)
+        warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
+        name = container_id(self.form, self.has_input_scale)
+        warnings += [shown(str(found)) for found in exclusions.check(name, ignore, modules, converted)]
+        return ignore, tuple(warnings)
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:
@@ -167,57 +322,29 @@ def _check_outputs(shards: Iterable[ShardPlan]) -> None:
         seen.add(output.name)
 
 
-def _warnings(copied: Collection[str], converted: Collection[str], ignore: Sequence[str]) -> tuple[str, ...]:
-    """Return what a loader may trip over. copied: layers that loaders are told of."""
-    found = [shown(line) for line in sharing.partly_converted(copied, converted)]
-    found += [
-        f"{shown(pattern)} of the exclusion list also matches {shown(layer)}, which is converted; some loaders go by substring"
-        for pattern, layer in sharing.wrongly_ignored(ignore, converted)
-    ]
-    return tuple(found)
+def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[jobs.Job]:
+    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
+    number = 0
+    for tensor in plan.tensors:
+        if tensor.place is not None:
+            path, at = positions[tensor.name]
+            yield jobs.Job(tensor.name, jobs.COPY, tensor.place, (jobs.Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
+            continue
+        for piece in tensor.pieces:
+            yield _job(plan, tensor, piece, positions, device[number % len(device)])
+            number += 1
 
 
-def _recorded(used: Recipe) -> Recipe:
-    """Return ``used`` unless its id stands for other rules: the checkpoint names its recipe by id."""
-    if RECIPES.get(used.id, used) != used:
-        raise CheckpointError(f"recipe {used.id}: changed from the one of that id; give it an id of its own")
-    return used
-
-
-def make_plan(
-    source: str | Path,
-    recipe_id: str | Recipe = "nvfp4-te",
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    input_scale: float | None = None,
-) -> Plan:
-    """Return the plan to convert the model directory ``source``; reads headers and JSON only.
-
-    include, exclude: globs (fnmatch, case-sensitive) on module names such as ``model.layers.*.mlp.*``. With
-        ``include`` only what it names is converted; rules that keep embeddings, heads, routers, towers and the like
-        still hold.
-    input_scale: a positive float32 written for every layer as ``input_scale``, which makes the checkpoint NVFP4
-        (4-bit activations) instead of W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is
-        calibrated.
-    Raises CheckpointError for a source that cannot be converted, an unmatched pattern, or when nothing is left to
-    convert.
-    """
-    used = _recorded(recipe(recipe_id))
-    fmt = schema.output_format(used, input_scale)
-    model = open_source(Path(source))
-    refuse_quantized(model)
-    decisions = _decisions(model, Wishes(only=tuple(include), keep=tuple(exclude)), used.block_size)
-    converted = {_module(name): None for name, decision in decisions.items() if decision.converted}
-    copied = [_module(name) for name, decision in decisions.items() if decision.listed]
-    subtrees = {decision.subtree for decision in decisions.values() if decision.subtree}
-    groups = sharing.shared_amax_groups(converted) if fmt.has_tensor_scale else {}
-    shards = tuple(
-        ShardPlan(file, tuple(_tensor_plan(e, decisions, fmt, groups) for e in file.entries), _metadata(file, used))
-        for file in model.files
-    )
-    _check_outputs(shards)
-    ignore = sharing.ignore_list(copied, subtrees, converted)
-    names = {file.name for file in model.files} | {INDEX}
-    beside = auxiliary.scan(model.root, names)
-    return Plan(model, used, fmt, input_scale, shards, ignore, _warnings(copied, converted, ignore), beside)
+def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> jobs.Job:
+    targets = []
+    for output in piece.outputs:
+        path, at = positions[output.name]
+        begin, count = piece.share(output.nbytes)
+        targets.append(jobs.Target(output.part, path, at + begin, count, output.dtype))
+    key = f"{piece.module}#{piece.expert}"
+    group = (tensor.group or {}).get(piece.module, key)
+    request = plan.request
+    return jobs.Job(
+        key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
+        request.input_scale, request.nonfinite, piece.turned, device,
+    )  # fmt: skip

@@ -80,6 +80,13 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def group_of(module: str) -> tuple[str, int] | None:
+    """Return the name of the group that a module shares its tensor amax with, and how many that may be; None: with no other."""
+    parent, leaf = split_module(module)
+    fusion = _FUSION_OF.get(leaf)
+    return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
+
+
 def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
     """Return a sentence for every converted half of a gated MLP whose other half is nowhere.
 

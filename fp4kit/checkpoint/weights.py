@@ -128,7 +128,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
     """Whether a stack of experts is [E, K, N]: as gate_up and down fit each other, else by the type of the model."""
-    by_type = str(config.get("model_type", "")) in ("gpt_oss", "llama4", "llama4_text")
+    by_type = has_turned_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
     gate_up, down = (places.get(name, places.get(f"{name}.weight")) for name in names)
     if gate_up is None or down is None or len(gate_up.entry.shape) != 3 or len(down.entry.shape) != 3:
@@ -136,6 +136,17 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     (_, a, b), (_, c, d) = gate_up.entry.shape, down.entry.shape
     fits = (a == 2 * d and b == c), (b == 2 * c and a == d)  # [2I, H] with [H, I]; [H, 2I] with [I, H]
     return fits[1] if fits[0] != fits[1] else by_type
+
+
+def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """(E, N, K) of a stack of experts that is seen alone, as models of its type have it."""
+    experts, a, b = shape
+    return (experts, b, a) if has_turned_stacks(config) else (experts, a, b)
+
+
+def has_turned_stacks(config: Mapping[str, Any]) -> bool:
+    """Whether models of a type keep stacks of experts as [E, K, N]."""
+    return str(config.get("model_type", "")) in ("gpt_oss", "llama4", "llama4_text")
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
