@@ -152,8 +152,8 @@ def test_100000_names_take_less_than_a_second():
     names = [f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.{leaf}_proj.weight" for i in range(33_334) for leaf in ("gate", "up", "down")]
     rules, best = Rules.of("nvfp4-te", config={"num_hidden_layers": 40}), np.inf
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.process_time()
         found = rules.decisions((name, "BF16", (64, 64)) for each in names for name in rules.names(each))
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert len(found) == len(names) and all(decision.converted for decision in found.values())
     assert best < 1, f"{best:.2f} s"
