@@ -122,7 +122,8 @@ def made(case: Case, layout: Layout, rows: np.ndarray, columns: slice, given: Gi
 def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
     """Source rows of all blocks that hold some rows, ascending; each half of a pair has its own blocks."""
     start = index // rows * rows + index % rows // height * height
-    return (np.unique(start)[:, None] + np.arange(height)).ravel()
+    every = (np.unique(start)[:, None] + np.arange(height)).ravel()
+    return every[every < -(-(index.max(initial=0) + 1) // rows) * rows]
 
 
 def row_amaxes(case: Case, layout: Layout, index: np.ndarray) -> np.ndarray:

@@ -43,6 +43,11 @@ class Explanation:
         return self.recipe is not None
 
 
+def kind(mishap: str) -> str:
+    """A mishap without the numbers that only one layer and recipe have."""
+    return "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
+
+
 @ieee("identify")
 def explain(
     layer: StoredLayer,
@@ -70,7 +75,8 @@ def explain(
     if x.dtype not in FLOATS:
         raise TypeError(f"identify: x is {x.dtype}; needs float32, float16 or bfloat16, what the layer was made from")
     own = own_amax(x)
-    case = Case(layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes)))
+    pair = () if other is None else (own_amax(other),)
+    case = Case(layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own)))
     if own == 0 and layer.blank:
         return _zeros(layer)
     layouts = list(layouts_of(case, layer.recipe))
@@ -121,8 +127,9 @@ def _all_bytes(case: Case) -> Tally:
 
 def _explained(accounts: list[Account], tally: Tally, blank: bool = False) -> Explanation:
     """Of accounts of equally many mishaps: the first, with the recipes of the same mishaps."""
-    mishaps = tuple(dict.fromkeys(account.mishaps for account in accounts))
-    recipes = tuple(dict.fromkeys(name_of(a.recipe) for a in accounts if a.mishaps == mishaps[0]))
+    mishaps = tuple({kind("; ".join(account.mishaps)): account.mishaps for account in reversed(accounts)}.values())[::-1]
+    alike = kind("; ".join(mishaps[0]))
+    recipes = tuple(dict.fromkeys(name_of(a.recipe) for a in accounts if kind("; ".join(a.mishaps)) == alike))
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     texts = ["; ".join(names) for names in mishaps]
     if texts[0]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp4kit.checkpoint.explain import Explanation, explain
+from fp4kit.checkpoint.explain import Explanation, explain, kind
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.ops.identify import either
 
@@ -44,13 +44,11 @@ class LayerVerdict:
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Whether one of some recipes explains it, with that mishap; where all is zero, no order of bytes can be told."""
-        return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or kind(self) == mishap)
+        return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or _kind(self) == mishap)
 
 
-def kind(layer: LayerVerdict) -> str | None:
-    """A mishap without the numbers that only its layer has."""
-    mishap = layer.explanation.mishap
-    return mishap and "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
+def _kind(layer: LayerVerdict) -> str | None:
+    return layer.explanation.mishap and kind(layer.explanation.mishap)
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
     telling = telling or [layer for layer in found if layer.explanation.explained]
     if not telling:
         return CheckpointVerdict((), None, found)
-    mishap = Counter(kind(layer) for layer in telling).most_common(1)[0][0]
-    votes = Counter(recipe for layer in telling if kind(layer) == mishap for recipe in layer.explanation.recipes)
+    mishap = Counter(_kind(layer) for layer in telling).most_common(1)[0][0]
+    votes = Counter(recipe for layer in telling if _kind(layer) == mishap for recipe in layer.explanation.recipes)
     most = max(votes.values())
     return CheckpointVerdict(tuple(recipe for recipe, count in votes.items() if count == most), mishap, found)
 

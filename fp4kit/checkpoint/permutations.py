@@ -44,7 +44,7 @@ def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder
 
 
 def _found(case: Case, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """The likest source row of each stored row, of those with its signs: -1 where none has them, -2 where all codes are zero."""
+    """The likest source row of each stored row, of those with its signs; -1: none has them; -2 - row: its codes are zeros."""
     element, columns = case.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(case.layer, rows, columns))
     mine = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
@@ -54,20 +54,22 @@ def _found(case: Case, plain: Layout, order: CodeOrder, rows: np.ndarray, values
     size = np.count_nonzero(signs, axis=1)
     likeness = mine @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
     best = np.where(agree >= (2 * SIGNS_AGREE - 1) * size[:, None], likeness, -np.inf)
-    return np.where(size == 0, -2, np.where(best.max(axis=1) > -np.inf, best.argmax(axis=1), -1))
+    likest = best.argmax(axis=1)
+    return np.where(size == 0, -2 - likest, np.where(best.max(axis=1) > -np.inf, likest, -1))
 
 
 def _spread(index: np.ndarray, rows: int) -> np.ndarray | None:
-    """The same with rows of zeros given the sources that are left; None where a row found no source, or two found one."""
+    """The same with rows of zeros given the likest source that is left; None where a row found no source, or two found one."""
     known = index[index >= 0]
     if (index == -1).any() or len(np.unique(known)) != len(known):
         return None
-    left = np.setdiff1d(np.arange(rows), known)
-    zeros = np.flatnonzero(index == -2)
-    if len(left) < len(zeros):
-        return None
-    index = index.copy()
-    index[zeros] = left[: len(zeros)]
+    left, index = [*np.setdiff1d(np.arange(rows), known)], index.copy()
+    for row in np.flatnonzero(index < -1):
+        if not left:
+            return None
+        likest = -2 - index[row]
+        index[row] = likest if likest in left else left[0]
+        left.remove(index[row])
     return index
 
 

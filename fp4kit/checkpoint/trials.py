@@ -104,10 +104,15 @@ def try_layout(case: Case, layout: Layout, orders: Iterable[CodeOrder], trial: T
     scales = list(_sampled_scales(layer, layout, sample))
     moved = layout.rows.mishap is not None
     for r in candidates_of(layer.recipe):
-        late = moved and r.block_rows > 1 and not len(case.x) % r.block_rows
+        late = moved and r.block_rows > 1 and _blocks_stay_whole(layout, len(case.x), r.block_rows)
         for amax in amaxes(case, r):
             for where in (layout, replace(layout, late=True)) if late else (layout,):
                 _compare(case, where, sample, (r, amax), codes, scales, trial)
+
+
+def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
+    """Whether blocks of rows are where quantize puts them: below a half that ends within one, they are not."""
+    return not rows % height or bool((layout.rows.source < rows).all())
 
 
 def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:

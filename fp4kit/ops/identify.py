@@ -223,7 +223,7 @@ def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = 
 
 
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Amaxes that r makes a stored tensor scale of, or nearly: the likely one (None: the implied one), then of other encode scales."""
+    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode scales."""
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
