@@ -70,8 +70,13 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
-def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors."""
+def weights_of(
+    tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
+) -> dict[str, Weight]:
+    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors.
+
+    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is missing.
+    """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
@@ -79,7 +84,7 @@ def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], confi
     for container in _by_config(config):
         for name in places:
             module = container.module_of(name)
-            weight = None if module is None or name in taken else _stored(module, container, places)
+            weight = None if module is None or name in taken else _stored(module, container, places, damaged)
             if weight is not None:
                 found[weight.tensor] = weight
                 taken |= {part.entry.name for part in weight.parts.values()}
@@ -95,18 +100,19 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)
 
 
-def _stored(module: str, container: Container, places: Mapping[str, Located]) -> Weight | None:
+def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    if not {CODES, SCALES} <= set(parts) or container.has_tensor_scale != (TENSOR_SCALE in parts):
+    if not {CODES, SCALES} <= set(parts) or not (damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)):
         return None
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
         return None
-    for part, spec in container.specs(shape, INPUT_SCALE in parts).items():
-        entry = parts[part].entry
+    specs = container.specs(shape, INPUT_SCALE in parts)
+    for part, place in parts.items():
+        entry, (dtype, wanted) = place.entry, specs[part]
         scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(shape) == 2 and prod(entry.shape) == 1
-        if entry.dtype != spec[0] or (entry.shape != spec[1] and not scalar):
+        if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container, parts)
 
