@@ -77,8 +77,7 @@ def execute(plan: Plan, destination: str | Path, progress: Progress | None = Non
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     target = Path(destination)
     tick = progress or (lambda count: None)
-    staging.check_destination(plan.source.root, target)
-    staging.check_space(target, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
+    check_destination(plan, target)
     with staging.staged_directory(target) as folder:
         amaxes = _amaxes(plan, tick)
         rows = [row for shard in plan.shards for row in _write_shard(plan, shard, folder, amaxes, tick)]
@@ -86,6 +85,12 @@ def execute(plan: Plan, destination: str | Path, progress: Progress | None = Non
             staging.copy_file(file.path, folder / file.name)
         _write_configs(plan, folder)
     return ConversionReport(plan, target, tuple(rows))
+
+
+def check_destination(plan: Plan, destination: Path) -> None:
+    """Raise CheckpointError if ``plan`` cannot be executed into ``destination``: what stands there, and the space for it."""
+    staging.check_destination(plan.source.root, destination)
+    staging.check_space(destination, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
 
 
 def _slabs(reader: TensorReader, tensor: TensorPlan, height: int = 1) -> Iterator[np.ndarray]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fp4kit.checkpoint import leftovers
+from fp4kit.checkpoint.files import resolved
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.whole_file import sync_directory
 
@@ -16,10 +18,10 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise CheckpointError unless ``destination`` is new, in an existing directory, and apart from ``source``."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
-    if not destination.parent.is_dir():
+    if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
-    real_source = source.resolve()
-    real = destination.parent.resolve() / destination.name
+    real_source = resolved(source)
+    real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
         raise CheckpointError(f"{destination}: lies inside the source {source}; name a directory outside it")
     if real_source.is_relative_to(real):
@@ -42,23 +44,35 @@ def copy_file(source: Path, destination: Path) -> None:
         os.fsync(writer.fileno())
 
 
-@contextmanager
-def staged_directory(destination: Path) -> Iterator[Path]:
-    """Yield a new directory ``.<name>.partial-<pid>``; rename it to ``destination`` at the end, or remove it."""
-    partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
+class _PartialExists(CheckpointError):
+    """The temporary directory is there already, and not this run's to remove."""
+
+
+def _make_partial(partial: Path) -> None:
+    """Create the temporary directory."""
     try:
         partial.mkdir()
     except FileExistsError:
-        raise CheckpointError(f"{partial}: exists, left by a killed run; remove it") from None
+        raise _PartialExists(f"{partial}: exists, left by a killed run; remove it (fp4kit convert --remove-stale does)") from None
     except OSError as error:
         raise CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror})") from None
+
+
+@contextmanager
+def staged_directory(destination: Path) -> Iterator[Path]:
+    """Yield a new directory ``.<name>.partial-<pid>``; rename it to ``destination`` at the end, or remove it."""
+    partial = leftovers.partial_path(destination)
     try:
-        yield partial
-        for folder, _, _ in os.walk(partial):
-            sync_directory(Path(folder))
-        if os.path.lexists(destination):
-            raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
-        os.rename(partial, destination)
+        _make_partial(partial)
+        with leftovers.claimed(partial, destination):
+            yield partial
+            for folder, _, _ in os.walk(partial):
+                sync_directory(Path(folder))
+            if os.path.lexists(destination):
+                raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
+            os.rename(partial, destination)
+    except _PartialExists:
+        raise
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
