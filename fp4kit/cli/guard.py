@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -105,10 +106,10 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Python drops what is raised in a destructor or a callback: raise a Stopped anew, in the code that follows."""
+        """Python drops what is raised in a destructor or a callback: send the signal again, for the code that follows."""
         if isinstance(unraisable.exc_value, Stopped):
-            self._since = 0.0
-            signal.raise_signal(unraisable.exc_value.number)
+            self._since = -math.inf
+            threading.Timer(0.01, os.kill, (self._process, unraisable.exc_value.number)).start()
         else:
             self._hook(unraisable)
 

@@ -80,12 +80,22 @@ class Output:
 def write(text: str = "") -> None:
     """Write to stdout, and flush it. Raises Stopped if nobody reads it any more, OutputError if it cannot be written."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.flush()
+        if hasattr(sys.stdout, "buffer"):
+            _write_all(text.encode(sys.stdout.encoding, sys.stdout.errors or "strict"))
+        else:
+            sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise Stopped(signal.SIGPIPE) from None
     except OSError as error:
         raise OutputError(f"standard output: {error.strerror}") from None
+
+
+def _write_all(data: bytes) -> None:
+    """Write below the text layer of stdout, which drops what an unbuffered one (python -u) does not take at once."""
+    while data:
+        data = data[sys.stdout.buffer.write(data) :]
 
 
 def say(text: str) -> None:
