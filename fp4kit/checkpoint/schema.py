@@ -30,6 +30,7 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.safetensors_file import nbytes_of
 
 WEIGHT, SCALE, TENSOR_SCALE, INPUT_SCALE = "weight", "weight_scale", "weight_scale_2", "input_scale"
+PARTS = (WEIGHT, SCALE, TENSOR_SCALE, INPUT_SCALE)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ def recognise(parts: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[OutputF
     for fmt in OUTPUT_FORMATS:
         logical = (shape[0], shape[1] * 8 // fmt.element.bits)
         expected = fmt.tensors(logical)
-        if set(expected) == set(parts) & {WEIGHT, SCALE, TENSOR_SCALE, INPUT_SCALE}:
+        if set(expected) == set(parts) & set(PARTS):
             if all(parts[part] == spec for part, spec in expected.items()) and logical[1] % fmt.group_size == 0:
                 return fmt, logical
     return None
