@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.checkpoint import CheckpointError
+from fp4kit.storage.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPE_NAMES = {BF16: "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("i8"): "I64", np.dtype("u1"): "U8"}
