@@ -1,0 +1,43 @@
+"""The engines that load checkpoints, at the versions that were run or read, and what is found of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+VERSIONS = {
+    "vLLM": "0.33.0",
+    "SGLang": "0.5.23",
+    "transformers": "5.23.0",
+    "compressed-tensors": "0.20.0",
+    "Model-Optimizer": "0.47.0",
+}
+Status = Literal["loads", "fails", "wrong values", "unknown"]
+How = Literal["run", "read", ""]
+Severity = Literal["error", "warning"]
+SERVING = ("vLLM", "SGLang", "transformers")  # they run a model; the others are libraries that decode its tensors
+
+
+def named(engines: Iterable[str]) -> str:
+    """Return engines with their versions: ``vLLM 0.33.0, SGLang 0.5.23``."""
+    return ", ".join(f"{engine} {VERSIONS[engine]}" for engine in engines)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one engine would do with one part of a checkpoint that it should not."""
+
+    engine: str
+    version: str
+    severity: Severity
+    subject: str  # a module, a tensor, a file, or "model"
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.engine} {self.version}: {self.subject}: {self.text}"
+
+
+def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
+    """Return a Finding of an engine at its known version."""
+    return Finding(engine, VERSIONS[engine], severity, subject, text)

@@ -1,0 +1,79 @@
+"""What was seen of each engine: (containers, families, engine, status, how it is known, note).
+
+Sources: the engines of ``engines.VERSIONS``, run on a CPU with small models of every family, or read. A later row
+replaces an earlier one.
+"""
+
+from __future__ import annotations
+
+from fp4kit.checkpoint.loaders.engines import How, Status
+
+Row = tuple[tuple[str, ...], str, str, Status, How, str]
+
+_NVFP4 = ("modelopt NVFP4", "modelopt W4A16_NVFP4")
+_MXFP8 = ("modelopt MXFP8",)
+_MXFP4 = ("modelopt mxfp4",)
+_CT_NVFP4 = ("compressed-tensors nvfp4-pack-quantized",)
+_CT_MXFP4 = ("compressed-tensors mxfp4-pack-quantized",)
+_CT_MXFP8 = ("compressed-tensors mxfp8-quantized",)
+_SGLANG_MXFP8 = ("sglang-mxfp8",)
+_GPT_OSS = ("gpt-oss",)
+_DEEPSEEK_V4 = ("deepseek-v4",)
+_BF16 = ("bf16",)
+
+_HF = "dense moe deepseek_v3 vlm"  # families whose layers are linears of Hugging Face names; llama is as dense
+_NAMES = "its method, skipping, names, shapes and dtypes were run, not its values"
+_MTP = f"{_NAMES}; an exclusion that ends in an MLA projection hits that projection in every layer"
+_NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
+_DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
+_NO_PACKED = "its attention alone was run packed; nothing is known to take its experts so"
+
+RUNS: tuple[Row, ...] = (
+    (_NVFP4, _HF, "vLLM", "loads", "run", ""),
+    (_NVFP4, _HF, "SGLang", "loads", "run", _NAMES),
+    (_NVFP4, "deepseek_v3", "SGLang", "loads", "run", _MTP),
+    (_NVFP4, _HF, "transformers", "fails", "run", _NO_MODELOPT),
+    (_NVFP4, "gpt_oss", "vLLM", "unknown", "", _NO_PACKED),
+    (_NVFP4, "all", "Model-Optimizer", "loads", "run", ""),
+    (_MXFP8, _HF, "vLLM", "loads", "run", ""),
+    (_MXFP8, _HF, "SGLang", "fails", "run", "its mxfp8 method wants weight_scale_inv, and weight_scale has no place"),
+    (_MXFP8, "llama", "SGLang", "wrong values", "read",
+     "its mxfp8 method wants weight_scale_inv; the loader of Llama logs the missing name and goes on with scales of 0"),
+    (_MXFP8, _HF, "transformers", "wrong values", "run",
+     "it has no modelopt quantizer: it warns, and takes the E4M3 codes for the weights"),
+    (_MXFP4, "all", "vLLM", "fails", "run", "its modelopt method knows no MXFP4"),
+    (_MXFP4, "all", "SGLang", "fails", "run", "its modelopt method knows no MXFP4"),
+    (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
+    (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
+    (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
+    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were run, not its values"),
+    (_CT_NVFP4, "dense", "transformers", "loads", "run", ""),
+    (_CT_NVFP4, "moe deepseek_v3", "transformers", "wrong values", "run",
+     "it decodes experts without their global scale, in silence (transformers#48371)"),
+    (_CT_MXFP4, _HF, "vLLM", "loads", "run", ""),
+    (_CT_MXFP4, "dense", "SGLang", "fails", "run",
+     "dense linears raise 'No compressed-tensors compatible scheme was found'; it has MXFP4 for experts only"),
+    (_CT_MXFP4, "moe deepseek_v3", "SGLang", "fails", "read",
+     "it has MXFP4 for experts only: loads if no other linear is quantized"),
+    (_CT_MXFP4, "dense moe deepseek_v3", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
+    (_CT_MXFP8, "dense", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "moe deepseek_v3", "transformers", "fails", "run",
+     "it multiplies experts by their scales as if there were no blocks"),
+    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
+    (_SGLANG_MXFP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "run", ""),
+    (_SGLANG_MXFP8, "llama", "SGLang", "wrong values", "read",
+     "the loader of Llama renames weight_scale_inv to weight_scale and finds no parameter (llama.py:723)"),
+    (_SGLANG_MXFP8, "dense llama moe deepseek_v3", "transformers", "loads", "run", _DEQUANTIZED),
+    (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method wants weight_scale and reads ignored_layers alone"),
+    (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
+    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size has to be a multiple of 32"),
+    (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", _DEQUANTIZED),
+    (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces the experts of gpt_oss alone"),
+    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json has to say expert_dtype fp4"),
+    (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
+    (_BF16, _HF, "vLLM", "loads", "read", ""),
+    (_BF16, _HF, "SGLang", "loads", "read", ""),
+    (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss", "transformers", "loads", "run", ""),
+    (_BF16, "vlm", "transformers", "loads", "read", ""),
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""Which engine loads which container for which family of models: a table, and what follows from it.
+
+A cell says what an engine does with a container, and how that is known: "run", its own code loaded such a file, or
+"read", in its source. What has no cell is unknown. From it come the default format, the refusal of pairs that
+nothing loads, the traps that a report mentions, and the table of the documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Container, container
+from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
+from fp4kit.checkpoint.loaders.runs import RUNS
+
+FAMILIES = ("dense", "llama", "moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
+_FAMILY_OF = {
+    "gpt_oss": "gpt_oss",
+    "deepseek_v4": "deepseek_v4",
+    "deepseek_v2": "deepseek_v3",
+    "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
+    "kimi_k2": "deepseek_v3",
+    "llama": "llama",
+}
+_FAMILY_OF_CLASS = {"GptOss": "gpt_oss", "DeepseekV4": "deepseek_v4", "DeepseekV": "deepseek_v3", "LlamaFor": "llama"}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one engine does with a container: ``how`` that is known ("run", "read", or "" if it is not), and a note."""
+
+    status: Status
+    how: How = ""
+    note: str = ""
+
+
+_UNKNOWN = Cell("unknown")
+
+
+def _cells() -> dict[tuple[str, str, str], Cell]:
+    """Return (container, family, engine) -> cell; the table is written by groups."""
+    table: dict[tuple[str, str, str], Cell] = {}
+    for containers, families, engine, status, how, note in RUNS:
+        for container_id in containers:
+            for family in FAMILIES if families == "all" else families.split():
+                table[container_id, family, engine] = Cell(status, how, note)
+    return table
+
+
+_CELLS = _cells()
+
+
+def cell(container_id: str, family: str, engine: str) -> Cell:
+    """Return what ``engine`` does with a container of a model of ``family``; "llama" is as "dense" unless it differs."""
+    if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
+        raise ValueError(f"cell: no container {container_id!r}, family {family!r} or engine {engine!r}")
+    found = _CELLS.get((container_id, family, engine))
+    if found is None and family == "llama":
+        found = _CELLS.get((container_id, "dense", engine))
+    return found or _UNKNOWN
+
+
+def engines_for(container_id: str, family: str) -> tuple[str, ...]:
+    """Return the serving engines, of vLLM, SGLang and transformers, that load a container of a model of ``family``."""
+    return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
+
+
+def _rank(container_id: str, family: str) -> tuple[int, int, int]:
+    """Return how well a container does: engines that load it, less those that silently misread it; those that were run."""
+    cells = [cell(container_id, family, engine) for engine in SERVING]
+    loads = [each for each in cells if each.status == "loads"]
+    return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
+
+
+def _candidates(kind: str) -> list[Container]:
+    found = (container(format, kind) for format in FORMATS if format != "bf16")
+    return [each for each in found if each is not None]
+
+
+def best_format(kind: str, family: str) -> str | None:
+    """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
+
+    Of two, the one that fewer engines misread in silence, then the one that more engines were run with, then the
+    earlier of FORMATS. None: no engine is known to load any.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
+    best = max(_candidates(kind), key=lambda each: _rank(each.id, family))
+    return best.format if engines_for(best.id, family) else None
+
+
+def _way_out(kind: str, family: str) -> str:
+    """Return the pair to use instead."""
+    for other in (kind, *(each for each in KINDS if each != kind)):
+        best = best_format(other, family)
+        if best is not None:
+            engines = named(engines_for(_stored(best, other).id, family))
+            recipe = "" if other == kind else f"an {other} recipe and "
+            return f"use {recipe}--format {best} ({engines})"
+    return "use --format bf16"
+
+
+def _stored(format: str, kind: str) -> Container:
+    found = container(format, kind)
+    assert found is not None
+    return found
+
+
+def refusal(format: str, kind: str, family: str) -> str | None:
+    """Return why a conversion to ``format`` by a recipe of ``kind`` makes no sense, and the pair that works; or None.
+
+    A pair is refused that the format cannot store, or that no serving engine is known to load.
+    """
+    target = container(format, kind)
+    if target is None:
+        holds = ", ".join(dict.fromkeys(each.kind for each in CONTAINERS.values() if each.format == format and each.kind))
+        return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
+    if target.kind is None or engines_for(target.id, family):
+        return None
+    notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)
+    why = [f"{engine} {VERSIONS[engine]}: {note}" for engine, note in notes if note]
+    reasons = f" ({'; '.join(why)})" if why else ""
+    return f"--format {format} with {kind}: no engine is known to load it for {family} models{reasons}; {_way_out(kind, family)}"
+
+
+def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
+    """Return (engine, cell) for every engine that fails on the container or misreads it, or loads it with a reservation."""
+    cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
+    return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """Return the family of a model, one of FAMILIES, from its config.json."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping) or "vision_config" in config:
+        return "vlm"
+    known = _FAMILY_OF.get(str(config.get("model_type", "")))
+    if known is None:
+        names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+        known = next((_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None)
+    if known is not None:
+        return known
+    counts = (config.get(key) for key in _EXPERTS)
+    return "moe" if any(isinstance(count, int) and count > 0 for count in counts) else "dense"
+
+
+def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
+    """Return one row of the table; ``notes`` numbers the notes as they come."""
+    cells = []
+    for engine in VERSIONS:
+        found = cell(container_id, families[0], engine)
+        mark = f" [{notes.setdefault(found.note, len(notes) + 1)}]" if found.note else ""
+        status = "?" if found.status == "unknown" else found.status
+        cells.append(f"{status}{' (read)' * (found.how == 'read')}{mark}")
+    return f"| {container_id} | {', '.join(families)} | {' | '.join(cells)} |"
+
+
+def _alike(container_id: str) -> list[list[str]]:
+    """Return the families in groups that all engines treat alike, without those of which nothing is known."""
+    groups: dict[tuple[Cell, ...], list[str]] = {}
+    for family in FAMILIES:
+        groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
+    return [families for cells, families in groups.items() if any(each != _UNKNOWN for each in cells)]
+
+
+def markdown() -> str:
+    """Return the table of the documentation: containers and families by engines, with numbered notes below."""
+    notes: dict[str, int] = {}
+    head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
+    rows = [_row(container_id, families, notes) for container_id in CONTAINERS for families in _alike(container_id)]
+    below = [f"{number}. {note}" for note, number in notes.items()]
+    return "\n".join([head, f"|{' --- |' * (len(VERSIONS) + 2)}", *rows, "", *below]) + "\n"
