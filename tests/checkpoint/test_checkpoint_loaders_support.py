@@ -145,6 +145,7 @@ def test_known_traps() -> None:
         ({"vision_config": {}}, "vlm"),
         ({"architectures": [1, None]}, "dense"),
         ({"architectures": "LlamaForCausalLM"}, "dense"),
+        ({"architectures": 5, "model_type": ["llama"], "text_config": "x"}, "dense"),
     ],
 )
 def test_family_of(config: dict[str, object], family: str) -> None:
