@@ -242,9 +242,14 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 def _sensitive(tensor: Candidate) -> str | None:
     """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj, dt_proj."""
-    parts, leaf = tensor.parts, tensor.parts[-1]
-    found = "compressor" in parts or leaf in ("weights_proj", "x_proj", "dt_proj") or (leaf == "wk" and "indexer" in parts)
-    return f"engines read it unquantized ({'.'.join(parts[-2:])})" if found else None
+    leaf = tensor.parts[-1]
+    if "compressor" in tensor.parts:
+        leaf = f"compressor.{leaf}"
+    elif leaf == "wk" and "indexer" in tensor.parts:
+        leaf = "indexer.wk"
+    elif leaf not in ("weights_proj", "x_proj", "dt_proj"):
+        return None
+    return f"engines read it unquantized ({leaf})"
 
 
 def _conv1d(tensor: Candidate) -> str | None:
