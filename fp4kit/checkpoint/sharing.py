@@ -122,9 +122,9 @@ def _alike(module: str) -> str:
 
 
 def _gated(known: Collection[str]) -> set[str]:
-    """Return the up_proj and w3, as _alike, that have a gate somewhere."""
-    ups = ((module, *split_module(module)) for module in known if module.endswith(tuple(_GATE_OF)))
-    return {_alike(module) for module, parent, leaf in ups if leaf in _GATE_OF and join_module(parent, _GATE_OF[leaf]) in known}
+    """Return the up_proj and w3, as _alike, that have a gate in some layer or expert."""
+    gates = (split_module(module) for module in known if module.endswith(tuple(_PAIRS)))
+    return {_alike(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
