@@ -73,7 +73,7 @@ def arrays(loaded: Loaded) -> Tensors:
 
 
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
-    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or codes of E4M3 or E8M0."""
+    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or their codes."""
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
     else:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import oracle
 import pytest
 import synthetic
 
-from fp4kit.checkpoint.convert import ConversionReport, Options, convert
+from fp4kit.checkpoint.convert import ConversionReport, convert
 from fp4kit.checkpoint.loaders import support
 
 FLOAT_TARGETS = [
