@@ -18,6 +18,7 @@ from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
@@ -201,6 +202,10 @@ class _Planner:
         parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
         decisions = decide(found, wishes, self.form.group_size)
+        if experts_only(self.form):
+            alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
+            others = {one.name for one in found if one.kind != "routed expert"}
+            decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
         return decisions
 
@@ -234,7 +239,7 @@ class _Planner:
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
         ignore, warnings = self._exclusions()
-        names = {file.name for file in self.source.files} | {INDEX}
+        names = {file.name for file in self.source.files} | {INDEX, MANIFEST}
         beside = auxiliary.scan(self.source.root, names)
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 

@@ -206,7 +206,7 @@ def check(container: str, patterns: Iterable[str], copied: Iterable[str], conver
 
 
 def _check(container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]) -> Iterator[Finding]:
-    for reader in READERS[container]:
+    for reader in READERS.get(container, ()):
         asked = reader.asked(modules)
         if reader.head:
             asked.setdefault(_HEAD, [_HEAD])
