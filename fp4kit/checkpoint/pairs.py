@@ -14,10 +14,11 @@ from fp4kit.checkpoint import sharing
 from fp4kit.checkpoint.files import Source, open_source
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify import CheckpointVerdict, LayerPair, identify_layers
+from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.layers import pieces
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Readers, Weight, slabs, tensor_scale_of, values_of, weights_of
+from fp4kit.checkpoint.weights import Readers, Slab, Weight, slabs, tensor_scale_of, values_of, weights_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError
 
@@ -40,17 +41,33 @@ class Origin:
         parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.span[1] - self.span[0], self.weight.shape[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that they are in."""
+        return tuple(part.entry.name for part in self.weight.parts.values())
+
+    def slab(self, readers: Readers, rows: slice) -> Slab:
+        """Some of the rows."""
+        first = self.span[0]
+        return next(slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), most=1 << 40))
+
     def amax(self, readers: Readers) -> float:
         """Their amax, a slab at a time."""
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
-def origins(source: Source, form: Container) -> dict[tuple[str, int], Origin]:
+def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
     """(Layer, expert) -> where it comes from, of all weights of a model, by a container's names; expert 0 of single layers."""
     found: dict[tuple[str, int], Origin] = {}
-    for weight in weights_of(source.tensors, source.config).values():
-        for piece in pieces(weight, form, source.config, False):
+    config = model.config or {}
+    for weight in weights_of(model.tensors, config).values():
+        for piece in pieces(weight, form, config, False):
             expert = piece.expert if form.keeps_stacks else 0
             found[piece.module, expert] = Origin(weight, piece.expert, piece.span)
     return found

@@ -16,11 +16,20 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.decode import decode_rows
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
 
 SLAB_BYTES = 4 << 20  # of source elements that are in memory at a time: fresh pages of 16 MB cost as much as reading them
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
-_STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
+
+_QUANTIZED_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
+    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
+)  # fmt: skip
+_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+_TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
 
 
 class Located(NamedTuple):
@@ -68,6 +77,13 @@ class Weight:
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     """A tensor with a file that carries no header, which would go along with every job."""
     return Located(replace(file, entries=(), metadata={}), entry)
+
+
+def looks_quantized(entry: TensorEntry) -> bool:
+    """Whether a tensor is a scale or the codes of a quantized layer."""
+    if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
+        return True
+    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
 
 
 def weights_of(
@@ -125,7 +141,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
     if len(entry.shape) == 2 and module != name:
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
-    if len(entry.shape) != 3 or leaf not in _STACKS or "experts" not in parent.split("."):
+    if len(entry.shape) != 3 or leaf not in STACKS or "experts" not in parent.split("."):
         return None
     transposed = _is_transposed(parent, places, config)
     experts, a, b = entry.shape
@@ -152,7 +168,7 @@ def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int,
 
 def has_turned_stacks(config: Mapping[str, Any]) -> bool:
     """Whether models of a type keep stacks of experts as [E, K, N]."""
-    return str(config.get("model_type", "")) in ("gpt_oss", "llama4", "llama4_text")
+    return str(config.get("model_type", "")) in _TURNED
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from fp4kit.checkpoint import schema
 from fp4kit.checkpoint.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.checkpoint.inspect import open_checkpoint
 from fp4kit.cli.guard import DIFFERENT, DONE
@@ -41,8 +40,9 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
     """Print what differs, in the order configs, tensors, layers; then the counts."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
-    quantized = {layer.name for layer in comparison.layers if layer.codes is None}
-    listed = [d for d in comparison.tensors if not _is_part(d.name, quantized)]
+    quantized = [layer for layer in comparison.layers if layer.codes is None]
+    parts = {name for layer in quantized for name in layer.tensors}
+    listed = [d for d in comparison.tensors if d.name not in parts]
     out.table(("tensor", "difference", "detail"), [(shown(d.name), d.kind, d.detail) for d in listed])
     layers = [(shown(layer.name), *_layer_cells(layer)) for layer in comparison.layers if layer.codes is not None]
     out.table(("quantized layer", "#codes", "#scales", "#values", "tensor scales", "#SQNR dB"), layers)
@@ -51,12 +51,6 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
     if len(listed) < len(comparison.tensors):
         out.line(f"{len(comparison.tensors) - len(listed)} tensors of {len(quantized)} layers that one of them has quantized")
     out.line(_verdict(comparison))
-
-
-def _is_part(name: str, layers: set[str]) -> bool:
-    """Whether a tensor is the weight of one of ``layers``, or a scale of it."""
-    module, _, part = name.rpartition(".")
-    return module in layers and part in schema.PARTS
 
 
 def _verdict(comparison: CheckpointComparison) -> str:

