@@ -78,6 +78,15 @@ def test_native_names_of_multi_token_prediction() -> None:
     assert sum(found.converted for found in asked.values()) == 15
 
 
+@pytest.mark.parametrize("module", ["mtp.fc", "mtp.0.e_proj", "mtp.0.h_proj", "model.mtp_layers.0.input_proj"])
+def test_inputs_of_multi_token_prediction_are_copied_even_if_it_is_asked_for(module: str) -> None:
+    tensor = candidate(f"{module}.weight", "BF16", (16, 64), MODEL)
+    found = decide([tensor], Wishes(only=(module,)), 16)[tensor.name]
+    leaf = module.rpartition(".")[2]
+    assert found == Decision(False, f"input of multi-token prediction, which engines read unquantized ({leaf})", True)
+    assert decision("model.layers.0.mlp.fc.weight").converted
+
+
 @pytest.mark.parametrize(
     ("module", "reason", "listed"),
     [
@@ -249,6 +258,9 @@ def test_layer_counts_that_are_none(value: object, inside: bool) -> None:
         ("model.layers.x.a", None),
         ("model.layers.1234567890.a", None),
         ("model.layers.³.a", None),
+        ("model.layers.٣.a", None),
+        (f"model.layers.{'9' * 5000}.a", None),
+        (f"model.layers.{'0' * 9}3.a", None),
         ("experts.3.a", None),
     ],
 )

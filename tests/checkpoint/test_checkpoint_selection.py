@@ -105,6 +105,36 @@ def test_keep_copies_and_only_restricts() -> None:
     assert decisions["model.layers.1.mlp.gate.weight"] == Decision(False, "MoE router", True)
 
 
+def test_a_pattern_may_be_a_single_name() -> None:
+    name = "model.layers.0.self_attn.o_proj"
+    assert converted(published.qwen3_moe(), Wishes(only=(name,))) == {name}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "asks"),
+    [
+        ("model.layers.3.*", True),
+        ("model.layers.3*", True),
+        ("model.layers.3.mlp.experts.0.up_proj", True),
+        ("model.layers.[3].*", False),
+        ("model.layers.?.*", False),
+        ("model.layers.*", False),
+        ("*.3.*", False),
+        ("*", False),
+    ],
+)
+def test_a_subtree_is_asked_for_by_its_name(pattern: str, asks: bool) -> None:
+    name = "model.layers.3.mlp.experts.0.up_proj"
+    (found,) = decide([candidate(f"{name}.weight", "BF16", (16, 64), Model(3))], Wishes(only=(pattern,)), 16).values()
+    assert found.converted == asks
+
+
+def test_a_subtree_is_not_asked_for_by_a_name_that_only_begins_alike() -> None:
+    """Layer 30 is another than layer 3, and the second pattern matches all."""
+    tensor = candidate("model.layers.3.mlp.up_proj.weight", "BF16", (16, 64), Model(3))
+    assert not decide([tensor], Wishes(only=("model.layers.30.*", "*")), 16)[tensor.name].converted
+
+
 def test_patterns_match_stacks() -> None:
     fused = published.MODELS["qwen3_moe_fused"]()
     assert converted(fused, Wishes(only=("*.experts.down_proj",))) == {f"model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
