@@ -17,7 +17,7 @@ from fp4kit.storage.errors import shown
 Command = Callable[[argparse.Namespace, Output], int]
 Writes = Callable[[argparse.Namespace], Path | None]
 _NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # as argparse has it
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")  # shtab knows tcsh too, but not the options of commands there
 
 
 class UsageError(ValueError):
@@ -115,4 +115,4 @@ def add_command(
 
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """Add a positional path, which shells complete as such."""
-    parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
+    parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

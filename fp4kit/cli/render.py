@@ -124,17 +124,21 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
 
 def _stacked(grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str) -> list[str]:
     """Names on lines of their own, shortened only if a line is too short for one; below each its other cells."""
-    if _total(widths[1:]) + 2 <= width:
-        pairs = ((shortened(row[0], width, ellipsis), f"  {_aligned(row[1:], widths[1:], right[1:])}".rstrip()) for row in grid)
-        return [line for pair in pairs for line in pair if line]
-    titles = grid[0][1:]
-    return [line for row in grid[1:] for line in (shortened(row[0], width, ellipsis), *_facts(titles, row[1:], width, ellipsis))]
+    fits = _total(widths[1:]) + 2 <= width
+    lines = []
+    for row in grid if fits else grid[1:]:
+        lines.append(shortened(row[0], width, ellipsis))
+        if fits:
+            lines.append(f"  {_aligned(row[1:], widths[1:], right[1:])}")
+        else:
+            lines += _facts(grid[0][1:], row[1:], width, ellipsis)
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
     """The cells of one row with their titles, in lines of their own."""
     facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
-    text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split(" "))
+    text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
     return [f"  {line}" for line in wrapped(text, width - 2)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -189,6 +190,54 @@ def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
     result = run("compare", tmp_path / "mxfp4-ocp", tmp_path / "mxfp4-torchao-ceil")
     assert result.code == 1
     assert any(row[:1] == ["a"] and row[2:4] == ["of", "1024"] and "same" in row for row in rows(result.out))
+
+
+def test_dry_run_refuses_what_the_run_would(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    for destination in (tmp_path / "out", tmp_path / "none" / "out", tmp_path / "m" / "out"):
+        dry = run("convert", tmp_path / "m", destination, "--dry-run")
+        assert dry == run("convert", tmp_path / "m", destination)._replace(err=dry.err)
+        assert dry.code == 2 and dry.out == "" and str(destination) in dry.err
+    assert "exists; name a new directory" in run("convert", tmp_path / "m", tmp_path / "out", "--dry-run").err
+
+
+def test_json_of_convert(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--include", "*.experts.3.*")
+    plan = json.loads(run(*arguments, "--dry-run").out)
+    assert plan["schema"] == "fp4kit.convert.plan/1" and plan["stale"] == [] and not (tmp_path / "out").exists()
+    assert {key: plan[key] for key in ("recipe", "format", "converted")} == {
+        "recipe": "nvfp4-te", "format": "W4A16_NVFP4", "converted": 3,
+    }  # fmt: skip
+    by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == ("quantize", [64, 96], 12288, 3460)
+    assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"]
+    report = json.loads(run(*arguments).out)
+    assert report["schema"] == "fp4kit.convert/1" and report["destination"] == str(tmp_path / "out")
+    assert report["total"]["elements"] == 18432 and report["total"]["sqnr_db"] == "Infinity" and len(report["tensors"]) == 3
+    shared = ("source", "recipe", "format", "bytes_in", "bytes_out", "converted", "copied", "skipped", "warnings")
+    assert all(plan[key] == report[key] for key in shared)
+    assert report["skipped"] == [{"name": "modeling.py", "reason": "not a kind of file that is copied"}]
+
+
+def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out")
+    found = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    assert found["schema"] == "fp4kit.inspect/1" and len(found["tensors"]) == 22 and len(found["layers"]) == 5
+    assert found["files"][0]["metadata"]["fp4kit.recipe"] == "nvfp4-te"
+    assert found["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    result = run("compare", tmp_path / "m", tmp_path / "out", "--json")
+    found = json.loads(result.out)
+    assert result.code == 1 and found["schema"] == "fp4kit.compare/1" and found["equal"] is False and found["same"] == 7
+    assert found["configs"][0] | {"b": None} == {
+        "place": "config.json", "key": "quantization_config", "kind": "extra", "a": None, "b": None,
+    }  # fmt: skip
+    assert len(found["layers"]) == 5 and found["layers"][0]["codes"] is None
+    assert run("inspect", tmp_path / "none", "--json").out == ""
 
 
 def test_demo_that_is_not_installed(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
