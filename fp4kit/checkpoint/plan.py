@@ -14,10 +14,11 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
 from fp4kit.checkpoint.files import INDEX, Source, open_source
-from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
+from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
@@ -77,7 +78,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: sentences for the user."""
+    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the user."""
 
     source: Source
     request: Request
@@ -106,7 +107,7 @@ class Plan:
     @property
     def format_name(self) -> str:
         """What is written, in words."""
-        return "bf16" if self.form is None else self.form.name
+        return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
 
     @property
     def bytes_in(self) -> int:
@@ -121,22 +122,19 @@ class Plan:
 
 def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
-    known = {part.entry.name for weight in weights.values() for part in weight.parts.values()}
-    stored = {weight.tensor for weight in weights.values() if weight.container is not None}
-    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and not (name in known and _of(name, weights, stored))]
+    stored = [weight for weight in weights.values() if weight.container is not None]
+    known = {part.entry.name for weight in stored for part in weight.parts.values()}
+    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]
     if strange:
         raise CheckpointError(
-            f"{listed(strange)}: packed weights or their scales, of no form that is known here; start from the unquantized release"
+            f"{listed(strange)}: packed weights or their scales, of no form that is known here; "
+            "start from the unquantized release"
         )
     text = source.config.get("text_config")
     sections = [source.config, text] if isinstance(text, dict) else [source.config]
     declared = any(section.get(key) for section in sections for key in ("quantization_config", "compression_config"))
     if declared and not stored:
         raise CheckpointError("config.json: has quantization_config, but no tensor is quantized; remove it from the source first")
-
-
-def _of(name: str, weights: Mapping[str, Weight], stored: set[str]) -> bool:
-    return name in stored or name not in weights
 
 
 def make_plan(
@@ -151,11 +149,12 @@ def make_plan(
 ) -> Plan:
     """Return the plan to convert the model directory ``source``; reads headers and JSON only.
 
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes the
-        one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes
+        the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
     input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
-    requantize: layers that are quantized already may get other codes, with a loss; without it, only what keeps every value is done.
+    requantize: layers that are quantized already may get other codes, with a loss; without it, only what keeps every value is
+        done.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
@@ -242,20 +241,21 @@ class _Planner:
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
         reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
-        if weight is not None and weight.container is not None and not self._stays_quantized(weight):
+        if weight is not None and weight.container is not None and not self._stays_quantized():
             return self._numbers(weight, f"{reason}; decoded, since its form is another one")
         if weight is not None and weight.container is not None:
             return self._copied_whole(weight, reason)
         return TensorPlan(entry.name, entry.dtype, entry.shape, jobs.COPY, reason, entry.nbytes, (), located(file, entry))
 
-    def _stays_quantized(self, weight: Weight) -> bool:
-        """Whether loaders expect a layer that is not converted in the form that it has: DeepSeek-V4's FP8 beside its experts."""
+    def _stays_quantized(self) -> bool:
+        """Whether loaders expect layers that are not converted as they are: DeepSeek-V4's FP8 beside its experts."""
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, f"{reason}; as it is", weight.nbytes, tuple(found))
+        why = f"{reason}; as it is"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, why, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
         turned = len(weight.shape) == 3 and is_interleaved(self.config)
@@ -295,14 +295,18 @@ class _Planner:
         """The exclusion list, and what loaders may trip over."""
         if self.form is None:
             return (), ()
-        converted = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
-        kept = {name: found for name, found in self.decisions.items() if not found.converted and found.listed}
+        quantized = [w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())]
+        converted = [name for weight in quantized for name in layer_names(weight, self.form, self.config)]
+        stay = {weight.tensor for weight in quantized}
+        kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
-        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
-        ignore = exclusions.exclusion_list(SYNTAX[self.form.format], modules, subtrees, converted)
+        declared = CONTAINERS[container_id(self.form, self.has_input_scale)]
         warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
-        name = container_id(self.form, self.has_input_scale)
-        warnings += [shown(str(found)) for found in exclusions.check(name, ignore, modules, converted)]
+        if declared.syntax is None:
+            return (), tuple(warnings)
+        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
+        ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
+        warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
         return ignore, tuple(warnings)
 
 
