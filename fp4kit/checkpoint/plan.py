@@ -15,7 +15,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
-from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -176,6 +176,11 @@ class _Planner:
         self.decisions = self._decisions()
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
+        if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
+            raise CheckpointError(
+                "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
+                "give one, such as --input-scale 1.0, which is not calibrated"
+            )
         self.groups = self._groups()
 
     def _decisions(self) -> dict[str, Decision]:

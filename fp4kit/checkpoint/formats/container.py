@@ -2,20 +2,20 @@
 
 Of a layer P of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble:
 
-| container                               | codes                       | scales                 | tensor scale                   |
-|-----------------------------------------|-----------------------------|------------------------|--------------------------------|
-| modelopt NVFP4                          | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []        |
-| modelopt mxfp4                          | P.weight U8 [N, K/2]        | P.weight_scale U8      |                                |
-| modelopt MXFP8                          | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                                |
-| compressed-tensors nvfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale F8_E4M3 | P.weight_global_scale F32 [1]* |
-| compressed-tensors mxfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale U8      |                                |
-| compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                                |
-| sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                                |
-| gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                                |
-| deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                                |
-| deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                                |
-| fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                                |
-| fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                                |
+| container                               | codes                       | scales                 | tensor scale                  |
+|-----------------------------------------|-----------------------------|------------------------|-------------------------------|
+| modelopt NVFP4                          | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
+| modelopt mxfp4                          | P.weight U8 [N, K/2]        | P.weight_scale U8      |                               |
+| modelopt MXFP8                          | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
+| compressed-tensors nvfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale F8_E4M3 | P.weight_global_scale F32[1]* |
+| compressed-tensors mxfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale U8      |                               |
+| compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
+| sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                               |
+| gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                               |
+| deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                               |
+| deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
+| fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
+| fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
 
 *: the stored number divides on decode. Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
 compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release.
