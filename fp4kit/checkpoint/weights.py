@@ -6,7 +6,7 @@ as [E, N, K].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from fp4kit.checkpoint.decode import decode_rows
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
 
-SLAB_BYTES = 16 << 20  # of source elements that are in memory at a time
+SLAB_BYTES = 4 << 20  # of source elements that are in memory at a time: fresh pages of 16 MB cost as much as reading them
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
 _STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
 
@@ -34,7 +34,7 @@ class Located(NamedTuple):
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
-    shape: (N, K) or (E, N, K). parts: VALUES of plain numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
+    shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
     """
 
     name: str
@@ -89,7 +89,7 @@ def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], confi
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Containers, those of the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same tensors."""
+    """Containers, the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same tensors."""
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
     return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)
@@ -144,10 +144,11 @@ def is_interleaved(config: Mapping[str, Any]) -> bool:
 
 
 class Readers:
-    """Open files, each opened once; close, or use it in a with statement."""
+    """Open files, each opened once; close, or use it in a with statement. tick: called with the bytes of each read."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: Callable[[int], None] | None = None) -> None:
         self._open: dict[Any, TensorReader] = {}
+        self._tick = tick
 
     def __enter__(self) -> Readers:
         return self
@@ -169,7 +170,10 @@ class Readers:
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
         """Bytes of a tensor."""
-        return self.of(place.file).read_bytes(place.entry, start, count)
+        data = self.of(place.file).read_bytes(place.entry, start, count)
+        if self._tick is not None:
+            self._tick(data.size)
+        return data
 
     def array(self, place: Located) -> np.ndarray:
         """A whole tensor."""
@@ -221,6 +225,8 @@ def slabs(
     step = max(most // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
     turned = _Turned(readers, weight, expert) if weight.transposed else None
+    if turned is not None and not turned.is_read:
+        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
@@ -261,6 +267,11 @@ class _Turned:
         if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
             self._all = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole matrix is in memory."""
+        return self._all is not None
+
     def _read(self, start: int, count: int) -> np.ndarray:
         size = self._dtype.itemsize
         return self._readers.bytes(self._weight.located, (self._first + start) * size, count * size).view(self._dtype)
@@ -269,8 +280,10 @@ class _Turned:
         """Rows [start, start + count), contiguous."""
         if self._all is not None:
             return np.ascontiguousarray(self._all[:, start : start + count].T)
-        columns = [self._read(k * self._rows + start, count) for k in range(self._columns)]
-        return np.ascontiguousarray(np.stack(columns, axis=1))
+        found = np.empty((count, self._columns), self._dtype)
+        for k in range(self._columns):
+            found[:, k] = self._read(k * self._rows + start, count)
+        return found
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
@@ -280,3 +293,12 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
 
+
+def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
+    """Columns [first, end) of a slab; of a quantized weight, whole blocks."""
+    if slab.values is not None:
+        return slab._replace(values=slab.values[:, first:end])
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    bits, wide = weight.container.element.bits, weight.container.block[1]
+    codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
+    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
