@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained, resolved
 from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.storage.errors import CheckpointError
 
@@ -74,6 +74,10 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
         return "weights that are not part of the model"
     if not (base.endswith(COPIED_SUFFIXES) or base.startswith(COPIED_PREFIXES)) or base.endswith(".py"):
         return "not a kind of file that is copied"
+    try:
+        resolved(path)
+    except CheckpointError:
+        return "links that lead in a circle"
     try:
         real = contained(path, root)
     except CheckpointError:

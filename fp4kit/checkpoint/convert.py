@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_fac
 from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
 from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.weights import SLAB_BYTES
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
@@ -27,6 +29,7 @@ from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
+_BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
 T = TypeVar("T", jobs.Measured, jobs.Done)
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
@@ -43,6 +46,13 @@ class ConversionReport:
     def actions(self) -> dict[str, int]:
         """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a requantize."""
         return dict(Counter(one.action for one in self.done))
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Layers that were to keep their codes and could not: their scales do not fit."""
+        planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
+        again = (one.key.rpartition("#")[0] for one in self.done if one.action == jobs.REQUANTIZE)
+        return tuple(dict.fromkeys(name for name in again if planned[name] != jobs.REQUANTIZE))
 
     @property
     def replaced(self) -> int:
@@ -121,6 +131,13 @@ def bytes_to_read(plan: Plan) -> int:
     """Bytes that execution reads from tensors: those that are measured first are read twice."""
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, nowhere))
+
+
+def memory_per_process(plan: Plan) -> int:
+    """About the bytes that a process needs: a slab in all its forms, and the largest matrix that is turned, twice."""
+    found = (piece for tensor in plan.converted for piece in tensor.pieces if piece.turned or piece.weight.transposed)
+    turned = [prod(piece.weight.shape[-2:]) for piece in found]
+    return _BESIDE + _FORMS * SLAB_BYTES + 2 * 4 * max(turned, default=0)
 
 
 class _Run:

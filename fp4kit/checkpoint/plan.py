@@ -22,16 +22,11 @@ from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, looks_quantized, weights_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
-_QUANTIZED_NAMES = (
-    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
-    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
-)  # fmt: skip
-_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _WORDS = {
     jobs.QUANTIZE: "quantized", jobs.RENAME: "same codes", jobs.CAST: "same codes where exponents allow",
     jobs.CARRY: "same codes where scales are powers of two", jobs.REQUANTIZE: "decoded and quantized anew",
@@ -122,13 +117,6 @@ class Plan:
     def bytes_out(self) -> int:
         """Bytes of all output tensors."""
         return sum(tensor.bytes_out for tensor in self.tensors)
-
-
-def looks_quantized(entry: TensorEntry) -> bool:
-    """Whether a tensor is a scale or the codes of a quantized layer."""
-    if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
-        return True
-    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
 
 
 def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:

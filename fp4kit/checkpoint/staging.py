@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import shutil
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fp4kit.checkpoint.files import resolved
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.whole_file import sync_directory
 
@@ -23,7 +25,17 @@ try:
 except ImportError:  # Windows: two runs into one place are not told apart
     HAS_LOCKS = False
 
+_PUBLISHED: dict[str, tuple[int, int]] = {}  # destination -> device and inode of the directory that this process made for it
 LOCK, JOURNAL = ".lock", ".journal.jsonl"  # in the partial directory; no file of a model has a name that begins with a dot
+
+
+def is_published(destination: Path) -> bool:
+    """Whether a destination is what this process filled and renamed: then it is whole, whatever was raised since."""
+    try:
+        found = os.lstat(destination)
+    except OSError:
+        return False
+    return _PUBLISHED.get(os.path.abspath(destination)) == (found.st_dev, found.st_ino)
 
 
 def partial_of(destination: Path) -> Path:
@@ -35,14 +47,10 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise CheckpointError unless ``destination`` is new, in an existing directory, and apart from ``source``."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
-    if not destination.parent.is_dir():
+    if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
-    try:
-        real_source = source.resolve()
-        real = destination.parent.resolve() / destination.name
-    except (OSError, RuntimeError) as error:
-        why = shown(str(error))
-        raise CheckpointError(f"{destination}: cannot be resolved ({why}); name a path without a loop of links") from None
+    real_source = resolved(source)
+    real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
         raise CheckpointError(f"{destination}: lies inside the source {source}; name a directory outside it")
     if real_source.is_relative_to(real):
@@ -70,11 +78,14 @@ def check_partial(destination: Path, resume: bool) -> None:
     if there and is_live(partial):
         raise _taken(destination)
     if there and not resume:
-        raise CheckpointError(
-            f"{partial}: left by an interrupted run; go on with --resume, or remove it with `fp4kit clean {destination}`"
-        )
+        raise CheckpointError(f"{partial}: left by an interrupted run; {ways_on(destination)}")
     if resume and not there:
         raise CheckpointError(f"{destination}: there is no interrupted run to resume; leave --resume out")
+
+
+def ways_on(destination: Path) -> str:
+    """What may be done about a run that was interrupted."""
+    return f"go on with --resume, or remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
@@ -205,6 +216,7 @@ def _publish(stage: Stage, destination: Path) -> None:
         sync_directory(Path(folder))
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
+    _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
     os.rename(partial, destination)
     stage.published = True
     (destination / LOCK).unlink(missing_ok=True)

@@ -16,11 +16,20 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.decode import decode_rows
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
 
 SLAB_BYTES = 4 << 20  # of source elements that are in memory at a time: fresh pages of 16 MB cost as much as reading them
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
-_STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
+
+_QUANTIZED_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
+    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
+)  # fmt: skip
+_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+_TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
 
 
 class Located(NamedTuple):
@@ -70,8 +79,20 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
-def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors."""
+def looks_quantized(entry: TensorEntry) -> bool:
+    """Whether a tensor is a scale or the codes of a quantized layer."""
+    if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
+        return True
+    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
+
+
+def weights_of(
+    tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
+) -> dict[str, Weight]:
+    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors.
+
+    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is missing.
+    """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
@@ -79,7 +100,7 @@ def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], confi
     for container in _by_config(config):
         for name in places:
             module = container.module_of(name)
-            weight = None if module is None or name in taken else _stored(module, container, places)
+            weight = None if module is None or name in taken else _stored(module, container, places, damaged)
             if weight is not None:
                 found[weight.tensor] = weight
                 taken |= {part.entry.name for part in weight.parts.values()}
@@ -95,18 +116,19 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)
 
 
-def _stored(module: str, container: Container, places: Mapping[str, Located]) -> Weight | None:
+def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    if not {CODES, SCALES} <= set(parts) or container.has_tensor_scale != (TENSOR_SCALE in parts):
+    if not {CODES, SCALES} <= set(parts) or not (damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)):
         return None
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
         return None
-    for part, spec in container.specs(shape, INPUT_SCALE in parts).items():
-        entry = parts[part].entry
+    specs = container.specs(shape, INPUT_SCALE in parts)
+    for part, place in parts.items():
+        entry, (dtype, wanted) = place.entry, specs[part]
         scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(shape) == 2 and prod(entry.shape) == 1
-        if entry.dtype != spec[0] or (entry.shape != spec[1] and not scalar):
+        if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container, parts)
 
@@ -119,7 +141,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
     if len(entry.shape) == 2 and module != name:
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
-    if len(entry.shape) != 3 or leaf not in _STACKS or "experts" not in parent.split("."):
+    if len(entry.shape) != 3 or leaf not in STACKS or "experts" not in parent.split("."):
         return None
     transposed = _is_transposed(parent, places, config)
     experts, a, b = entry.shape
@@ -128,7 +150,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
     """Whether a stack of experts is [E, K, N]: as gate_up and down fit each other, else by the type of the model."""
-    by_type = str(config.get("model_type", "")) in ("gpt_oss", "llama4", "llama4_text")
+    by_type = has_turned_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
     gate_up, down = (places.get(name, places.get(f"{name}.weight")) for name in names)
     if gate_up is None or down is None or len(gate_up.entry.shape) != 3 or len(down.entry.shape) != 3:
@@ -136,6 +158,17 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     (_, a, b), (_, c, d) = gate_up.entry.shape, down.entry.shape
     fits = (a == 2 * d and b == c), (b == 2 * c and a == d)  # [2I, H] with [H, I]; [H, 2I] with [I, H]
     return fits[1] if fits[0] != fits[1] else by_type
+
+
+def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """(E, N, K) of a stack of experts that is seen alone, as models of its type have it."""
+    experts, a, b = shape
+    return (experts, b, a) if has_turned_stacks(config) else (experts, a, b)
+
+
+def has_turned_stacks(config: Mapping[str, Any]) -> bool:
+    """Whether models of a type keep stacks of experts as [E, K, N]."""
+    return str(config.get("model_type", "")) in _TURNED
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
