@@ -91,7 +91,7 @@ class Job:
     @property
     def is_measured(self) -> bool:
         """Whether it is read first for what it holds."""
-        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or (self.action == DEQUANTIZE and self.nonfinite == "error")
+        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or (self.action == DEQUANTIZE and self.nonfinite != "keep")
 
 
 class Measured(NamedTuple):
@@ -154,13 +154,14 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
             _copy(job.source, readers, output)
             return Done(job.key, output.finish(), job.action)
         action, replaced = job.action, 0
+        as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
         if action == DEQUANTIZE:
-            _dequantize(job, readers, output)
+            replaced = _dequantize(job, readers, output, None if as_it_is else shared)
         elif action == RENAME:
             renamed.write(job, readers, output)
-        elif action == CARRY and shared is not None and shared.exact:
+        elif action == CARRY and shared is not None and as_it_is and shared.exact:
             carried.write(job, readers, output)
-        elif action == CAST and shared is not None and cast.is_exact(shared.low, shared.high):
+        elif action == CAST and shared is not None and as_it_is and cast.is_exact(shared.low, shared.high):
             cast.write(job, readers, output, shared.high)
         else:
             action = REQUANTIZE if action != QUANTIZE else action
@@ -174,13 +175,19 @@ def _copy(source: Located, readers: Readers, output: _Output) -> None:
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
-def _dequantize(job: Job, readers: Readers, output: _Output) -> None:
-    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time."""
+def _dequantize(job: Job, readers: Readers, output: _Output, shared: Measured | None) -> int:
+    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time.
+
+    shared: what they hold, where NaN and infinities are replaced; returns how many were.
+    """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
+    replaced = 0
     if not job.turned:
         for slab in slabs(readers, job.weight, job.expert, job.span):
-            output.put(VALUES, _rounded(values_of(job.weight, slab), dtype))
-        return
+            values, count = _rounded(values_of(job.weight, slab), dtype, shared)
+            replaced += count
+            output.put(VALUES, values)
+        return replaced
     rows, columns = job.shape
     width = 1 if job.weight.container is None else job.weight.container.block[1]
     step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
@@ -189,14 +196,17 @@ def _dequantize(job: Job, readers: Readers, output: _Output) -> None:
         for slab in slabs(readers, job.weight, job.expert, job.span):
             cut = columns_of(job.weight, slab, first, first + len(part))
             at = slab.start - (job.span or (0,))[0]
-            values = _rounded(values_of(job.weight, cut), dtype)
+            values, count = _rounded(values_of(job.weight, cut), dtype, shared)
+            replaced += count
             part[:, at : at + len(values)] = values.T
         output.put(VALUES, part)
+    return replaced
 
 
-def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
+    values, count = (values, 0) if shared is None else encoded.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
-        return values.astype(dtype)
+        return values.astype(dtype), count
 
 
 class _Output:

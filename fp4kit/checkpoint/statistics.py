@@ -92,11 +92,12 @@ def magnitude_bits(x: np.ndarray) -> np.ndarray:
 
 
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
-    """Return max |x| of the 2-D float array ``x``, and its count of NaN and inf; max means nothing if there are any."""
+    """Return max |x| of the finite values of the 2-D float array ``x``, 0 without any, and its count of NaN and inf."""
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
         bits = magnitude_bits(x[rows])
-        largest = max(largest, bits.max())
-        bad += int(np.count_nonzero(bits >= infinity))
+        count = int(np.count_nonzero(bits >= infinity))
+        largest = max(largest, bits[bits < infinity].max(initial=0) if count else bits.max())
+        bad += count
     return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad

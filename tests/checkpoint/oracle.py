@@ -138,7 +138,7 @@ def partners(name: str, names: Iterable[str]) -> list[str]:
     """Those of names that share a tensor scale with name, itself too, in their order."""
     parent, _, leaf = name.rpartition(".")
     fused = next((group for group in _FUSED if leaf in group), (leaf,))
-    wanted = {f"{parent}.{other}" for other in fused}
+    wanted = {f"{parent}.{other}".removeprefix(".") for other in fused}
     return [other for other in names if other in wanted]
 
 

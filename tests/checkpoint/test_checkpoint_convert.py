@@ -1,37 +1,32 @@
-"""Conversion: the bytes of fp4kit.quantize, the configs of Model-Optimizer, the counts of the report."""
+"""Conversion: configs, files, policies for unusual numbers, odd shapes; what does not depend on how it is executed."""
 
 from __future__ import annotations
 
 import json
-import math
 import shutil
+import tempfile
 import tracemalloc
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import oracle
 import pytest
-import safetensors
 import synthetic
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from oracle import load
 from safetensors import safe_open
+from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import ConversionReport, convert
+from fp4kit.checkpoint.convert import Options, bytes_to_read, convert
+from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.formats import E2M1, E4M3
 
-Loaded = dict[str, tuple[str, tuple[int, ...], bytes]]
-
-
-def load(root: Path) -> Loaded:
-    """Every tensor of a directory as the safetensors library reads it: dtype, shape, bytes."""
-    found: Loaded = {}
-    for path in sorted(root.glob("*.safetensors")):
-        for name, item in safetensors.deserialize(path.read_bytes()):
-            found[name] = (item["dtype"], tuple(item["shape"]), bytes(item["data"]))
-    return found
+EXPERTS = "model.layers.1.mlp.experts"
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -40,100 +35,166 @@ def load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def amax_of(tensors: synthetic.Tensors, names: list[str]) -> np.float32:
-    return np.float32(max(np.abs(tensors[f"{name}.weight"].astype(np.float32)).max() for name in names))
-
-
-def members(plan_group: str, tensors: synthetic.Tensors) -> list[str]:
-    """Module names of a group such as ``a.(b|c)``."""
-    parent, _, leaves = plan_group.rpartition(".(")
-    return [m for m in (f"{parent}.{leaf}" for leaf in leaves[:-1].split("|")) if f"{m}.weight" in tensors]
-
-
-def check_tensors(report: ConversionReport, tensors: synthetic.Tensors) -> None:
-    """Every output tensor is what fp4kit.quantize gives for the whole tensor, or the source's bytes."""
-    loaded = load(report.destination)
-    for tensor in report.plan.tensors:
-        x = tensors[tensor.name]
-        if tensor.action == "copy":
-            assert loaded.pop(tensor.name) == (synthetic.DTYPE_NAMES[x.dtype], x.shape, x.tobytes())
-            continue
-        module = tensor.name.removesuffix(".weight")
-        amax = amax_of(tensors, members(tensor.group, tensors)) if tensor.group else None
-        q = fp4kit.quantize(x, report.plan.recipe, tensor_amax=amax)
-        parts = {"weight": q.packed, "weight_scale": q.block_scale, "weight_scale_2": q.tensor_scale}
-        for part, expected in parts.items():
-            if expected is not None:
-                dtype, shape, data = loaded.pop(f"{module}.{part}")
-                assert (shape, data) == (expected.shape, np.asarray(expected).tobytes()), f"{module}.{part}"
-                assert dtype == dict(report.plan.format.tensors(x.shape))[part][0]
-        if report.plan.input_scale is not None:
-            value = np.float32(report.plan.input_scale).tobytes()
-            assert loaded.pop(f"{module}.input_scale") == ("F32", (), value)
-    assert not loaded
-
-
-@pytest.mark.parametrize("name", synthetic.MODELS)
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-te-2d"])
-def test_bytes(tmp_path: Path, name: str, recipe: str) -> None:
-    tensors = synthetic.MODELS[name](tmp_path / name)
-    ticks: list[int] = []
-    report = convert(tmp_path / name, tmp_path / "out", recipe, progress=ticks.append)
-    check_tensors(report, tensors)
-    assert sum(ticks) == report.plan.bytes_to_read
-    assert len(report.rows) == len(report.plan.converted)
-
-
-@pytest.mark.parametrize("recipe", ["nvfp4-te-4over6-mse-256", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp4-modelopt"])
-def test_bytes_of_other_producers(tmp_path: Path, recipe: str) -> None:
-    tensors = synthetic.dense(tmp_path / "m")
-    check_tensors(convert(tmp_path / "m", tmp_path / "out", recipe), tensors)
+def expected(tensors: synthetic.Tensors, converted: list[str], recipe: str, format: str) -> oracle.Loaded:
+    return oracle.expected(tensors, recipe, format, [f"{name}.weight" for name in converted])
 
 
 def test_input_scale(tmp_path: Path) -> None:
-    tensors = synthetic.dense(tmp_path / "m")
-    report = convert(tmp_path / "m", tmp_path / "out", input_scale=0.5)
-    check_tensors(report, tensors)
+    """It is written for every layer, as a multiplier or as a divisor, and says that activations are quantized."""
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt", input_scale=0.3)
+    convert(tmp_path / "m", tmp_path / "ct", format="compressed-tensors", input_scale=0.3)
+    layer = "model.layers.0.mlp.up_proj"
+    assert load(tmp_path / "out")[f"{layer}.input_scale"] == ("F32", (), np.float32(0.3).tobytes())
+    divisor = np.float32(1) / np.float32(0.3)
+    assert load(tmp_path / "ct")[f"{layer}.input_global_scale"] == ("F32", (1,), divisor.tobytes())
     assert load_json(tmp_path / "out" / "hf_quant_config.json")["quantization"]["quant_algo"] == "NVFP4"
     group = load_json(tmp_path / "out" / "config.json")["quantization_config"]["config_groups"]["group_0"]
     bits = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
     assert group == {"input_activations": bits, "weights": bits, "targets": ["Linear"]}
+    assert sum(name.endswith(".input_scale") for name in load(tmp_path / "out")) == 14
+    again = convert(tmp_path / "out", tmp_path / "again", format="compressed-tensors").plan
+    assert again.has_input_scale and load(tmp_path / "again")[f"{layer}.input_global_scale"][2] == divisor.tobytes()
 
 
 def test_sharing_across_shards(tmp_path: Path) -> None:
     """q, k, v and gate, up of one layer get one weight_scale_2, although k and up are in the other file."""
     synthetic.dense(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     loaded = load(tmp_path / "out")
     for names in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         scales = {loaded[f"model.layers.0.{name}.weight_scale_2"][2] for name in names}
         assert len(scales) == 1
-    down = loaded["model.layers.0.mlp.down_proj.weight_scale_2"][2]
-    assert down not in scales
+    assert loaded["model.layers.0.mlp.down_proj.weight_scale_2"][2] not in scales
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256", "nvfp4-modelopt", "nvfp4-flashinfer"])
 def test_zeros(tmp_path: Path, recipe: str) -> None:
     """A group of zeros gets the tensor scale 1 and zeros with any recipe; a zero gate shares the scale of its up."""
     tensors = synthetic.moe(tmp_path / "m")
-    report = convert(tmp_path / "m", tmp_path / "out", recipe)
+    convert(tmp_path / "m", tmp_path / "out", recipe, format="modelopt")
     loaded = load(tmp_path / "out")
-    experts = "model.layers.1.mlp.experts"
     for name in ("gate_proj", "up_proj", "down_proj"):
-        assert loaded[f"{experts}.3.{name}.weight_scale_2"][2] == np.float32(1).tobytes()
+        assert loaded[f"{EXPERTS}.3.{name}.weight_scale_2"][2] == np.float32(1).tobytes()
         for part in ("weight", "weight_scale"):
-            assert not any(loaded[f"{experts}.3.{name}.{part}"][2])
-    amax = amax_of(tensors, [f"{experts}.2.up_proj"])
-    scale = fp4kit.quantize(tensors[f"{experts}.2.gate_proj.weight"], recipe, tensor_amax=amax).tensor_scale
-    assert loaded[f"{experts}.2.gate_proj.weight_scale_2"][2] == scale.tobytes()
-    row = next(row for row in report.rows if row.name == f"{experts}.3.up_proj.weight")
-    assert row.tally.zero_blocks == row.tally.blocks == 96 * 4
-    assert row.tally.sqnr_db == math.inf and row.tally.saturated == 0
+            assert not any(loaded[f"{EXPERTS}.3.{name}.{part}"][2])
+    amax = oracle.amax([tensors[f"{EXPERTS}.2.up_proj.weight"]])
+    scale = fp4kit.quantize(tensors[f"{EXPERTS}.2.gate_proj.weight"], recipe, tensor_amax=amax).tensor_scale
+    assert loaded[f"{EXPERTS}.2.gate_proj.weight_scale_2"][2] == scale.tobytes()
 
 
-def test_configs(tmp_path: Path) -> None:
+def test_zeros_of_mxfp4_become_zeros_of_nvfp4(tmp_path: Path) -> None:
+    """Their exponents, which mean nothing, do not count."""
+    codes = np.zeros((4, 32), np.uint8)
+    codes[1] = 0x88  # -0
+    tensors = {"a.weight_packed": codes, "a.weight_scale": np.full((4, 2), 3, np.uint8)}
+    declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors)
+    report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    assert report.actions == {"cast": 1}
+    assert load(tmp_path / "out") == {
+        "a.weight": ("U8", (4, 32), codes.tobytes()),
+        "a.weight_scale": ("F8_E4M3", (4, 4), bytes(16)),
+        "a.weight_scale_2": ("F32", (), np.float32(1).tobytes()),
+    }
+
+
+def with_unusual(tmp_path: Path, dtype: Any) -> synthetic.Tensors:
+    """A gate with NaN and infinities beside its up, written to ``tmp_path / "m"``."""
+    tensors = {f"mlp.{n}_proj.weight": synthetic.random(n, (8, 64), dtype=np.dtype(dtype)) for n in ("gate", "up", "down")}
+    tensors["mlp.gate_proj.weight"][1, 2:5] = np.nan, np.inf, -np.inf
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "compressed-tensors")]
+)
+def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any) -> None:
+    tensors = with_unusual(tmp_path, dtype)
+    with refused("mlp.gate_proj.weight: 3 of 512 values are NaN or infinite; repair the source"):
+        convert(tmp_path / "m", tmp_path / "out", recipe, format=format)
+    assert not (tmp_path / "out").exists()
+    names = [name.removesuffix(".weight") for name in tensors]
+    kept = convert(tmp_path / "m", tmp_path / "keep", recipe, format=format, nonfinite="keep")
+    assert load(tmp_path / "keep") == expected(tensors, names, recipe, format) and kept.replaced == 0
+    report = convert(tmp_path / "m", tmp_path / "saturate", recipe, format=format, nonfinite="saturate")
+    assert report.replaced == 3
+    largest = oracle.amax(tensors[f"mlp.{name}_proj.weight"] for name in (["gate", "up"] if "nvfp4" in recipe else ["gate"]))
+    tensors["mlp.gate_proj.weight"][1, 2:5] = 0, largest, -largest
+    assert load(tmp_path / "saturate") == expected(tensors, names, recipe, format)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("recipe", ["mxfp8-te", "nvfp4-te"])
+def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
+    """A NaN among stored codes, or a scale of NaN, is one of the numbers that they stand for; saturated, nothing of it is left."""
+    if fp8:
+        codes = synthetic.any_bytes("a", (8, 64), 0, 0x7F)
+        codes[0, 5] = 0x7F
+        tensors = {"a.weight": codes.view(synthetic.E4M3), "a.weight_scale_inv": np.ones((1, 1), np.float32)}
+        declared = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    else:
+        scales = synthetic.any_bytes("s", (8, 2), 120, 124)
+        scales[1, 0] = 255
+        tensors = {"a.weight_packed": synthetic.any_bytes("a", (8, 32)), "a.weight_scale": scales}
+        declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors)
+    for format in ("compressed-tensors", "bf16"):
+        with refused(f"{1 if fp8 else 32} of 512 values are NaN or infinite"):
+            convert(tmp_path / "m", tmp_path / "out", recipe, format=format, requantize=True)
+        report = convert(tmp_path / "m", tmp_path / format, recipe, format=format, requantize=True, nonfinite="saturate")
+        assert report.replaced == (1 if fp8 else 32)
+        ((module, layer),) = next(iter(oracle.layers(oracle.arrays(load(tmp_path / format))).values())).items()
+        assert module == "a" and np.isfinite(layer.x.astype(np.float32)).all()
+        assert not layer.x[(0, slice(5, 6)) if fp8 else (1, slice(0, 32))].any()
+
+
+def test_scales_that_no_loader_can_use_are_refused(tmp_path: Path) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": np.full((16, 64), 1e-37, np.float32)})
+    with refused("a.weight: tensor scale ") as caught:
+        convert(tmp_path / "m", tmp_path / "out", "nvfp4-modelopt", format="modelopt")
+    assert "not a positive normal float32; leave it out with --keep" in str(caught.value)
+
+
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 6))
+TARGETS = st.sampled_from([
+    ("nvfp4-te", "modelopt"), ("nvfp4-te-2d", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-te", "compressed-tensors"), ("mxfp8-te-2d", "compressed-tensors"), ("nvfp4-te-4over6-mae-448", "compressed-tensors"),
+])  # fmt: skip
+
+
+@given(st.data(), SHAPES, TARGETS, st.sampled_from([ml_dtypes.bfloat16, np.float16, np.float32]), st.integers(-14, 14))
+@hypothesis_settings(max_examples=60)
+def test_any_shape(data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int) -> None:
+    """Any rows, one too, and whole blocks of K, of any magnitude, in slabs of any height; w1 and w3 share a scale."""
+    recipe, format = target
+    rows, columns = shape[0], shape[1] * fp4kit.recipe(recipe).block_size
+    tensors: synthetic.Tensors = {}
+    for name in ("w1", "w3", "w2"):
+        size = data.draw(st.integers(0, 1 << 30))
+        x = np.random.default_rng(size).standard_normal((rows, columns)) * 2.0**exponent
+        tensors[f"mlp.{name}.weight"] = x.astype(dtype)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4kit.checkpoint.weights.SLAB_BYTES", data.draw(st.sampled_from([1, 1 << 10, 1 << 24])))
+        synthetic.write_model(Path(folder) / "m", {}, tensors, lambda name: int("w3" in name))
+        convert(Path(folder) / "m", Path(folder) / "out", recipe, format=format)
+        assert load(Path(folder) / "out") == expected(tensors, ["mlp.w1", "mlp.w3", "mlp.w2"], recipe, format)
+
+
+def test_k_that_is_not_whole_blocks_is_kept_and_listed(tmp_path: Path) -> None:
+    tensors = {f"{n}.weight": synthetic.random(n, (4, columns)) for n, columns in (("a", 64), ("b", 24), ("c", 8), ("d", 33))}
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    report = convert(tmp_path / "m", tmp_path / "out", format="compressed-tensors")
+    assert load(tmp_path / "out") == expected(tensors, ["a"], "nvfp4-te", "compressed-tensors")
+    ignore = load_json(tmp_path / "out" / "config.json")["quantization_config"]["ignore"]
+    assert ignore == ["b", "c", "d", "lm_head"] == list(report.plan.ignore)
+
+
+def test_configs_of_modelopt(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     ignore = ["lm_head", "model.layers.1.mlp.gate"]
     version = fp4kit.__version__
     producer = {"name": "modelopt", "version": f"fp4kit-{version}"}
@@ -161,16 +222,32 @@ def test_configs(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("recipe", "algo", "group_size"), [("mxfp4-ocp", "mxfp4", None), ("mxfp8", "MXFP8", 32)])
-def test_configs_of_mx_formats(tmp_path: Path, recipe: str, algo: str, group_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "format", "wanted"),
+    [
+        ("mxfp8-te", "modelopt", {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+        ("mxfp8-te", "sglang-mxfp8", {"quant_method": "mxfp8", "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}),
+        ("nvfp4-te", "compressed-tensors", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+        ("mxfp4-ocp", "compressed-tensors", {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}),
+    ],
+)
+def test_configs_of_others(tmp_path: Path, recipe: str, format: str, wanted: dict[str, object]) -> None:
     synthetic.moe(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out", recipe)
+    convert(tmp_path / "m", tmp_path / "out", recipe, format=format)
     declared = load_json(tmp_path / "out" / "config.json")["quantization_config"]
-    assert set(declared) == {"ignore", "quant_algo", "producer", "quant_method", "fp4kit"}
-    quantization = load_json(tmp_path / "out" / "hf_quant_config.json")["quantization"]
-    assert declared["quant_algo"] == quantization["quant_algo"] == algo
-    assert quantization.get("group_size") == group_size
-    assert declared["ignore"] == quantization["exclude_modules"]
+    assert {key: declared.get(key) for key in wanted} == wanted
+    ignore = declared.get("ignore", declared.get("modules_to_not_convert"))
+    assert ignore == ["lm_head", "model.layers.1.mlp.gate"]
+    assert (tmp_path / "out" / "hf_quant_config.json").exists() == (format == "modelopt")
+
+
+def test_numbers_again_have_a_plain_config(tmp_path: Path) -> None:
+    """Of a converted checkpoint: neither the declarations nor hf_quant_config.json are there any more."""
+    synthetic.vlm(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    convert(tmp_path / "out", tmp_path / "back", format="bf16")
+    assert load_json(tmp_path / "back" / "config.json") == load_json(tmp_path / "m" / "config.json")
+    assert not (tmp_path / "back" / "hf_quant_config.json").exists()
 
 
 def test_stale_null_declarations_are_dropped(tmp_path: Path) -> None:
@@ -199,8 +276,8 @@ def test_index_and_metadata(tmp_path: Path) -> None:
 
 def test_single_file_gets_no_index(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out")
-    names = ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer_config.json"]
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
+    names = ["config.json", "fp4kit_manifest.json", "hf_quant_config.json", "model.safetensors", "tokenizer_config.json"]
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*"))
     assert found == ["1_Pooling", "1_Pooling/config.json", *names]
 
@@ -211,15 +288,13 @@ def test_shards_without_index_get_one(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
 
 
-def test_source_order_and_runs_do_not_change_bytes(tmp_path: Path) -> None:
+def test_source_order_does_not_change_bytes(tmp_path: Path) -> None:
     tensors = synthetic.bert(tmp_path / "m")
     shutil.copytree(tmp_path / "m", tmp_path / "reversed")
     synthetic.write_file(tmp_path / "reversed" / "model.safetensors", dict(reversed(tensors.items())))
     convert(tmp_path / "m", tmp_path / "out")
     convert(tmp_path / "reversed", tmp_path / "again")
-    for path in (tmp_path / "out").rglob("*.*"):
-        if path.is_file():
-            assert path.read_bytes() == (tmp_path / "again" / path.relative_to(tmp_path / "out")).read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
 
 
 def test_source_is_only_read(tmp_path: Path) -> None:
@@ -229,65 +304,58 @@ def test_source_is_only_read(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in (tmp_path / "m").iterdir()} == before
 
 
-def test_statistics(tmp_path: Path) -> None:
-    """Against the definitions, on a tensor with saturated values and a block of zeros."""
-    x = synthetic.random("x", (40, 64), dtype=np.dtype("f4"))
-    x[3, 16:32] = 0
-    synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
-    (row,) = convert(tmp_path / "m", tmp_path / "out").rows
-    q = fp4kit.quantize(x, "nvfp4-te")
-    y = fp4kit.dequantize(q, np.float32).astype(np.float64)
-    assert (row.name, row.shape, row.recipe) == ("a.weight", (40, 64), "nvfp4-te")
-    assert row.tally.sqnr_db == pytest.approx(10 * np.log10(np.sum(x.astype(np.float64) ** 2) / np.sum((x - y) ** 2)))
-    limit = E4M3.values.astype(np.float64)[q.block_scale].repeat(16, axis=1) * float(E2M1.max) * float(q.tensor_scale)
-    assert row.tally.saturated == np.count_nonzero(np.abs(x) > limit) > 0
-    assert (row.tally.zero_blocks, row.tally.blocks, row.tally.elements) == (1, 160, 2560)
-
-
-def test_statistics_do_not_depend_on_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synthetic.dense(tmp_path / "m")
-    whole = convert(tmp_path / "m", tmp_path / "whole", "nvfp4-te-2d").rows
-    monkeypatch.setattr("fp4kit.checkpoint.decode.CHUNK_ELEMENTS", 300)
-    for one, other in zip(whole, convert(tmp_path / "m", tmp_path / "out", "nvfp4-te-2d").rows, strict=True):
-        assert one.tally.sqnr_db == pytest.approx(other.tally.sqnr_db)
-        assert (one.tally.saturated, one.tally.zero_blocks, one.tally.blocks) == (
-            other.tally.saturated, other.tally.zero_blocks, other.tally.blocks,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_amax_and_nonfinite(dtype: type) -> None:
     x: np.ndarray = np.array([[1, -3.5, 0, 2]], dtype)
     assert amax_and_nonfinite(x) == (np.float32(3.5), 0)
-    assert amax_and_nonfinite(np.array([[np.nan, -np.inf, 1, -np.nan]], dtype))[1] == 3
+    assert amax_and_nonfinite(np.array([[np.nan, -np.inf, 1, -np.nan]], dtype)) == (1, 3)
     smallest: np.ndarray = np.array([[1, 0]], f"u{x.itemsize}").view(dtype)
     assert amax_and_nonfinite(-smallest) == (smallest.astype(np.float32).max(), 0)
     assert amax_and_nonfinite(x * 0) == (0, 0)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "mxfp8-te-2d", "nvfp4-te-4over6-mae-256-2d"])
-def test_slabs_do_not_show(tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cutting tensors into slabs of a few rows changes neither a byte nor a count."""
-    synthetic.MODELS["dense"](tmp_path / "source")
-    whole = convert(tmp_path / "source", tmp_path / "whole", recipe)
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "SLAB_BYTES", 1 << 11)
-    slabs = convert(tmp_path / "source", tmp_path / "slabs", recipe)
-    assert load(tmp_path / "slabs") == load(tmp_path / "whole")
-    for a, b in zip(slabs.rows, whole.rows, strict=True):
-        assert (a.name, a.tally.saturated, a.tally.zero_blocks, a.tally.blocks) == (
-            b.name, b.tally.saturated, b.tally.zero_blocks, b.tally.blocks,
-        )  # fmt: skip
+def files(root: Path) -> dict[str, bytes]:
+    return {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CASES = [
+    ("dense", "nvfp4-te", "modelopt"), ("fused", "nvfp4-te-2d", "modelopt"), ("moe", "mxfp8-te-2d", "modelopt"),
+    ("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"), ("deepseek_fp8", "nvfp4-te", "compressed-tensors"),
+    ("deepseek_v4", "nvfp4-te", "deepseek-v4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "recipe", "format"), CASES)
+def test_slabs_do_not_show(tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into slabs of a few rows, stacks of columns read column by column: not a byte of any file is another."""
+    (synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED)[name](tmp_path / "m")
+    ticks: list[int] = []
+    options = Options(progress=ticks.append)
+    report = convert(tmp_path / "m", tmp_path / "whole", recipe, format=format, requantize=True, options=options)
+    assert sum(ticks) == bytes_to_read(report.plan) >= report.plan.bytes_in
+    monkeypatch.setattr("fp4kit.checkpoint.weights.SLAB_BYTES", 1 << 11)
+    monkeypatch.setattr("fp4kit.checkpoint.weights.WHOLE_EXPERT", 0)
+    convert(tmp_path / "m", tmp_path / "slabs", recipe, format=format, requantize=True)
+    assert files(tmp_path / "slabs") == files(tmp_path / "whole")
+
+
+def test_workers_do_not_show(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "one", wishes=Wishes(preset="experts"))
+    convert(tmp_path / "m", tmp_path / "two", wishes=Wishes(preset="experts"), options=Options(workers=2))
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (2, 4096, 2048)])
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
     """A tensor of 32 MiB converts within a few slabs of memory."""
-    name = "model.layers.0.mlp.down_proj.weight"
-    x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1}, {name: x})
+    name = "model.layers.0.mlp.down_proj.weight" if len(shape) == 2 else "model.layers.0.mlp.experts.gate_up_proj"
+    x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
+    synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1, "num_experts": 2}, {name: x})
     del x
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr("fp4kit.checkpoint.weights.SLAB_BYTES", 1 << 20)
     tracemalloc.start()
-    convert(tmp_path / "source", tmp_path / "out")
+    convert(tmp_path / "source", tmp_path / "out", format="modelopt")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 << 20

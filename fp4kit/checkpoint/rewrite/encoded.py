@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES, Container
@@ -25,7 +26,7 @@ def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
     for slab in slabs(readers, job.weight, job.expert, job.span, job.recipe.block_rows):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
-            x, count = _saturated(x, amax)
+            x, count = saturated(x, amax)
             replaced += count
         q = _quantized(x, job, tensor_amax)
         _check_scales(job, q)
@@ -61,14 +62,14 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
     return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
 
 
-def _saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Infinities become the largest finite magnitude of the group, NaN becomes 0."""
-    bad = ~np.isfinite(x.astype(np.float32))
-    count = int(np.count_nonzero(bad))
+def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
+    """Infinities become ``amax``, the largest finite magnitude of the group, as far as the dtype has it; NaN becomes 0."""
+    wide = x.astype(np.float32)
+    count = int(np.count_nonzero(~np.isfinite(wide)))
     if not count:
         return x, 0
-    wide = x.astype(np.float32)
-    return np.nan_to_num(wide, nan=0.0, posinf=float(amax), neginf=-float(amax)).astype(x.dtype), count
+    largest = min(float(amax), float(ml_dtypes.finfo(x.dtype).max))
+    return np.nan_to_num(wide, nan=0.0, posinf=largest, neginf=-largest).astype(x.dtype), count
 
 
 def _check_scales(job: Any, q: Quantized) -> None:
