@@ -322,6 +322,7 @@ def warnings(container: str, given: dict[str, Any], hf: dict[str, Any] | None, t
 
 def test_two_files_that_disagree() -> None:
     assert not warnings(NVFP4, config(NVFP4), nested())
+    assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of them suffices
     assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
         "quantization.quant_algo differs from quant_algo of config.json; which of the two counts depends on the engine",
         "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the engine",
