@@ -67,7 +67,7 @@ def ended(process: subprocess.Popen[str]) -> Run:
     return Run(process.returncode, out, err)
 
 
-MKDIR, RENAME = ("os.mkdir", ".out.partial-"), ("os.rename", ".out.partial-")
+MKDIR, RENAME = ("os.mkdir", ".out.partial"), ("os.rename", ".out.partial")
 
 
 def signalled(folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = "") -> Run:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import synthetic
 
-from fp4kit.checkpoint import ConversionReport, Plan, convert, demo
+from fp4kit.checkpoint import ConversionReport, Options, Plan, convert, demo
+from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.cli import convert as cli_convert
 from fp4kit.cli import main
 
@@ -45,31 +47,31 @@ def rows(text: str) -> list[list[str]]:
 def test_convert(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
     (tmp_path / "m" / "modeling.py").write_text("")
-    result = run("convert", tmp_path / "m", tmp_path / "out", "--include", "*.experts.3.*", "--recipe", "mxfp4")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--only", "*.experts.3.*", "--recipe", "mxfp4")
     assert (result.code, result.err) == (0, "")
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert [name, "[64,96]", "mxfp4-ocp", "inf", "0", "(0%)", "192"] in rows(result.out)
-    assert ["total", "of", "3", "18432", "values", "inf", "0", "(0%)", "576"] in rows(result.out)
-    assert "(mxfp4): 3 tensors converted, " in result.out
+    assert f"wrote {tmp_path / 'out'} (compressed-tensors mxfp4-pack-quantized): 3 tensors converted, " in result.out
+    assert "layers: 3 quantize" in result.out.splitlines()
     assert "skipped modeling.py: not a kind of file that is copied" in result.out
     assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
-    result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--exclude", "*.k_proj")
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--keep", "*.k_proj")
     assert result.code == 0 and not (tmp_path / "out").exists()
-    assert ["lm_head.weight", "[128,64]", "BF16", "copy", "output", "head", "(lm_head)"] in rows(result.out)
-    assert "shares its tensor amax: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
-    assert "would write (W4A16_NVFP4): 21 tensors converted" in result.out
+    assert ["lm_head.weight", "[128,64]", "BF16", "copy", "16.4", "kB", "16.4", "kB", "output", "head", "(lm_head)"] in rows(
+        result.out
+    )
+    assert "shares its tensor scale: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
+    assert "would write (modelopt W4A16_NVFP4): 21 tensors converted" in result.out
     assert "ignore: model.layers.1.mlp.gate" in result.out
     assert "warning: model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized" in result.out
 
 
 def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
-    result = run("convert", tmp_path / "m", tmp_path / "out", "--input-scale", "1.0")
-    assert result.code == 0 and "(NVFP4): 5 tensors" in result.out
+    result = run("convert", tmp_path / "m", tmp_path / "out", "--input-scale", "1.0", "--format", "modelopt")
+    assert result.code == 0 and "(modelopt NVFP4): 5 tensors" in result.out
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_system_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("os.fsync", fail)
     result = run("convert", tmp_path / "m", tmp_path / "out")
-    assert result == (2, "", "fp4kit convert: out/model.safetensors: No space left on device\n")
+    assert result.code == 2 and result.err.startswith("fp4kit convert: out/model.safetensors: No space left on device")
 
 
 @pytest.mark.parametrize("arguments", [["--rec", "nvfp4", "a", "b"], ["--unknown", "a", "b"], ["--input-scale", "x", "a", "b"]])
@@ -121,8 +123,9 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
         monkeypatch.undo()
         assert result.code == code
         word = {130: "interrupted", 143: "terminated"}[code]
-        assert result.err == f"fp4kit convert: {word}; nothing was written as {tmp_path / 'out'}\n"
-        assert [path.name for path in tmp_path.iterdir()] == ["m"]
+        assert result.err.startswith(f"fp4kit convert: {word}; nothing was written as {tmp_path / 'out'}")
+        assert {path.name for path in tmp_path.iterdir()} <= {"m", ".out.partial"}
+        run("convert", "--remove-stale", tmp_path / "out")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -130,19 +133,19 @@ def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
     """execute, with a signal that arrives after the first tensor."""
     execute = cli_convert.execute
 
-    def signalled(plan: Plan, destination: Path, tick: object) -> ConversionReport:
-        return execute(plan, destination, lambda count: os.kill(os.getpid(), number))
+    def signalled(plan: Plan, destination: Path, options: Options) -> ConversionReport:
+        return execute(plan, destination, replace(options, progress=lambda count: os.kill(os.getpid(), number)))
 
     return signalled
 
 
 def test_inspect(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     result = run("inspect", tmp_path / "out")
     assert result.code == 0
     assert ["encoder.layer.0.intermediate.dense.weight", "U8", "[128,32]", "4096"] in rows(result.out)
-    assert ["encoder.layer.0.intermediate.dense", "W4A16_NVFP4", "[128,64]"] in rows(result.out)
+    assert ["encoder.layer.0.intermediate.dense", "modelopt", "NVFP4", "[128,64]"] in rows(result.out)
     assert "quant_method: modelopt" in result.out and "total: 22 tensors in 1 file(s)" in result.out
 
 
@@ -162,7 +165,7 @@ def test_inspect_malformed(run: Run, name: str) -> None:
 def test_compare(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
     for recipe in ("nvfp4-te", "nvfp4-modelopt"):
-        convert(tmp_path / "m", tmp_path / recipe, recipe)
+        convert(tmp_path / "m", tmp_path / recipe, recipe, format="modelopt" if "nvfp4" in recipe else None)
     result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te")
     assert result.code == 0 and "22 tensors are the same, and so are configs and metadata; equal\n" in result.out
     assert run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te", "--quiet") == (0, "", "")
@@ -174,11 +177,13 @@ def test_compare(tmp_path: Path, run: Run) -> None:
 def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
     """One row a layer, with the SQNR that the conversion reported; no rows for its tensors, which must differ."""
     synthetic.bert(tmp_path / "m")
-    report = convert(tmp_path / "m", tmp_path / "out")
+    report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     result = run("compare", tmp_path / "m", tmp_path / "out")
     assert result.code == 1 and "weight_scale" not in result.out
-    for row in report.rows:
-        assert [row.name.removesuffix(".weight"), str(row.tally.elements), f"{row.tally.sqnr_db:.2f}"] in rows(result.out)
+    found = {layer.name: layer for layer in compare_checkpoints(tmp_path / "m", tmp_path / "out").layers}
+    assert len(found) == report.actions["quantize"]
+    for name, layer in found.items():
+        assert [name, str(layer.elements), f"{layer.sqnr_db:.2f}"] in rows(result.out)
     assert "15 tensors of 5 layers that one of them has quantized" in result.out
     assert "7 tensors are the same; 15 differ; " in result.out
 
@@ -186,7 +191,7 @@ def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
 def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": synthetic.random("a", (16, 64))})
     for recipe in ("mxfp4-ocp", "mxfp4-torchao-ceil"):
-        convert(tmp_path / "m", tmp_path / recipe, recipe)
+        convert(tmp_path / "m", tmp_path / recipe, recipe, format="modelopt" if "nvfp4" in recipe else None)
     result = run("compare", tmp_path / "mxfp4-ocp", tmp_path / "mxfp4-torchao-ceil")
     assert result.code == 1
     assert any(row[:1] == ["a"] and row[2:4] == ["of", "1024"] and "same" in row for row in rows(result.out))
@@ -205,11 +210,11 @@ def test_dry_run_refuses_what_the_run_would(tmp_path: Path, run: Run) -> None:
 def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
     (tmp_path / "m" / "modeling.py").write_text("")
-    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--include", "*.experts.3.*")
+    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--only", "*.experts.3.*")
     plan = json.loads(run(*arguments, "--dry-run").out)
-    assert plan["schema"] == "fp4kit.convert.plan/1" and plan["stale"] == [] and not (tmp_path / "out").exists()
+    assert plan["schema"] == "fp4kit.convert.plan/1" and plan["memory_per_process"] > 1e8 and not (tmp_path / "out").exists()
     assert {key: plan[key] for key in ("recipe", "format", "converted")} == {
-        "recipe": "nvfp4-te", "format": "W4A16_NVFP4", "converted": 3,
+        "recipe": "nvfp4-te", "format": "modelopt W4A16_NVFP4", "converted": 3,
     }  # fmt: skip
     by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
     weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
@@ -217,7 +222,7 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"]
     report = json.loads(run(*arguments).out)
     assert report["schema"] == "fp4kit.convert/1" and report["destination"] == str(tmp_path / "out")
-    assert report["total"]["elements"] == 18432 and report["total"]["sqnr_db"] == "Infinity" and len(report["tensors"]) == 3
+    assert report["actions"] == {"copy": 26, "quantize": 3} and report["inexact"] == [] and report["replaced"] == 0
     shared = ("source", "recipe", "format", "bytes_in", "bytes_out", "converted", "copied", "skipped", "warnings")
     assert all(plan[key] == report[key] for key in shared)
     assert report["skipped"] == [{"name": "modeling.py", "reason": "not a kind of file that is copied"}]
@@ -225,7 +230,7 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
 
 def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
-    convert(tmp_path / "m", tmp_path / "out")
+    convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     found = json.loads(run("inspect", tmp_path / "out", "--json").out)
     assert found["schema"] == "fp4kit.inspect/1" and len(found["tensors"]) == 22 and len(found["layers"]) == 5
     assert found["files"][0]["metadata"]["fp4kit.recipe"] == "nvfp4-te"

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from synthetic import refused
 
 from fp4kit.checkpoint.files import check_shard_name, open_source
-from fp4kit.checkpoint.schema import OutputTensor
+from fp4kit.checkpoint.formats import OutputTensor
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import DTYPE_BITS, TensorReader, read_header
 from fp4kit.storage.writer import SafetensorsWriter

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from checkpoint import synthetic
+import synthetic
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.files import open_source

@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 import pytest
+import synthetic
 
-from checkpoint import synthetic
 from fp4kit.checkpoint import CheckpointError, Rules, Wishes, convert, convert_tensors
 from fp4kit.checkpoint.files import open_source
 from fp4kit.checkpoint.weights import Readers, located
@@ -149,7 +149,11 @@ def test_rules_that_cannot_be():
 
 
 def test_100000_names_take_less_than_a_second():
-    names = [f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.{leaf}_proj.weight" for i in range(33_334) for leaf in ("gate", "up", "down")]
+    names = [
+        f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.{leaf}_proj.weight"
+        for i in range(33_334)
+        for leaf in ("gate", "up", "down")
+    ]
     rules, best = Rules.of("nvfp4-te", config={"num_hidden_layers": 40}), np.inf
     for _ in range(3):
         start = time.process_time()

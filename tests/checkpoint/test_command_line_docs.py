@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
+from fp4kit.checkpoint import convert
 from fp4kit.cli import guard, main
 from fp4kit.cli.output import Output
 from fp4kit.cli.selftest import report
@@ -22,6 +23,8 @@ COMMANDS = {
     "convert.stale/1": "convert --remove-stale new",
     "inspect/1": "inspect m",
     "compare/1": "compare m m",
+    "identify/1": "identify q --source m",
+    "reconcile/1": "reconcile --dry-run q",
     "recipes/1": "recipes",
     "recipes.check/1": "recipes nvfp4 --check",
     "agreement/1": "recipes --agreement",
@@ -43,6 +46,8 @@ def test_documents_have_their_entries(
     schema: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     synthetic.bert(tmp_path / "m")
+    if " q" in COMMANDS[schema]:
+        convert(tmp_path / "m", tmp_path / "q")
     monkeypatch.chdir(tmp_path)
     assert main([*COMMANDS[schema].split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
