@@ -52,7 +52,9 @@ class Run(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    """That of a process whose streams are buffered, unless told otherwise."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "PYTHONPATH": str(ROOT), **more}
 
 
 def command(*arguments: object, **options: object) -> subprocess.Popen[str]:

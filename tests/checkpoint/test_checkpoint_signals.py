@@ -147,7 +147,7 @@ rmtree = shutil.rmtree
 def slow(*arguments, **options):
     time.sleep(0.7)  # beyond what is taken for the same signal
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(5)
+    rmtree(*arguments, **options)
 shutil.rmtree = slow
 from fp4kit.checkpoint import staging
 staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
@@ -162,6 +162,14 @@ staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.k
     )
     run = ended(command("convert", "--remove-stale", tmp_path / "out"))
     assert run.code == 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+def test_a_signal_while_python_shuts_down_changes_nothing(model: Path, number: signal.Signals) -> None:
+    code = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
+    run = driven(code, "compare", model / "m", model / "m")
+    assert (run.code, run.err) == (0, "") and run.out.endswith("equal\n")
+    assert driven(code, "inspect", "nowhere").code == 2
 
 
 def test_a_forked_worker_dies_of_the_signal_in_silence(model: Path, tmp_path: Path) -> None:
