@@ -113,13 +113,15 @@ from fp4kit import startup
 from fp4kit.cli import convert, guard, main
 startup.COMMAND = True
 {code}
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+{then}
+sys.exit(status)
 """
 
 
-def driven(code: str, *arguments: object) -> Run:
-    """Run the command in a process that does ``code`` first."""
-    words = [sys.executable, "-c", DRIVER.format(code=code), *map(str, arguments)]
+def driven(code: str, *arguments: object, then: str = "") -> Run:
+    """Run the command in a process that does ``code`` first, and another thing at the end."""
+    words = [sys.executable, "-c", DRIVER.format(code=code, then=then), *map(str, arguments)]
     process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
     return Run(process.returncode, process.stdout, process.stderr)
 
@@ -169,7 +171,9 @@ def test_a_signal_while_python_shuts_down_changes_nothing(model: Path, number: s
     code = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
     run = driven(code, "compare", model / "m", model / "m")
     assert (run.code, run.err) == (0, "") and run.out.endswith("equal\n")
-    assert driven(code, "inspect", "nowhere").code == 2
+    kill = f"os.kill(os.getpid(), {int(number)})"
+    assert driven("", "compare", model / "m", model / "m", then=kill)[0::2] == (0, "")
+    assert driven("", "inspect", "nowhere", then=kill).code == 2
 
 
 def test_a_forked_worker_dies_of_the_signal_in_silence(model: Path, tmp_path: Path) -> None:
