@@ -7,12 +7,15 @@ event of a given number, so that moments are the same in every run.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +55,9 @@ class Run(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    """That of a process whose streams are buffered, unless told otherwise."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**inherited, "PYTHONPATH": str(ROOT), **more}
 
 
 def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
@@ -92,17 +97,11 @@ def content(folder: Path) -> dict[str, bytes]:
 @cache
 def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
     """Exit code, and what the command writes on a terminal of so many columns."""
-    code = f"import os, sys; os.set_blocking(1, True); os.execv(sys.executable, {[sys.executable, '-m', 'fp4kit', *arguments]!r})"
     child, terminal = pty.fork()
     if not child:
-        os.environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
-        os.environ.pop("COLUMNS", None)
-        import fcntl
-        import struct
-        import termios
-
         fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        os.execv(sys.executable, [sys.executable, "-c", code])
+        inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
+        os.execve(sys.executable, [sys.executable, "-m", "fp4kit", *arguments], inherited)
     written = b""
     while True:
         try:

@@ -115,13 +115,15 @@ from fp4kit import startup
 from fp4kit.cli import convert, guard, main
 startup.COMMAND = True
 {code}
-sys.exit(main(sys.argv[1:]))
+status = main(sys.argv[1:])
+{then}
+sys.exit(status)
 """
 
 
-def driven(code: str, *arguments: object) -> Run:
-    """Run the command in a process that does ``code`` first."""
-    words = [sys.executable, "-c", DRIVER.format(code=code), *map(str, arguments)]
+def driven(code: str, *arguments: object, then: str = "") -> Run:
+    """Run the command in a process that does ``code`` first, and another thing at the end."""
+    words = [sys.executable, "-c", DRIVER.format(code=code, then=then), *map(str, arguments)]
     process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
     return Run(process.returncode, process.stdout, process.stderr)
 
@@ -163,6 +165,16 @@ staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.k
     )
     run = ended(command("convert", "--remove-stale", tmp_path / "out"))
     assert run.code == 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+def test_a_signal_while_python_shuts_down_changes_nothing(model: Path, number: signal.Signals) -> None:
+    code = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
+    run = driven(code, "compare", model / "m", model / "m")
+    assert (run.code, run.err) == (0, "") and run.out.endswith("equal\n")
+    kill = f"os.kill(os.getpid(), {int(number)})"
+    assert driven("", "compare", model / "m", model / "m", then=kill)[0::2] == (0, "")
+    assert driven("", "inspect", "nowhere", then=kill).code == 2
 
 
 def test_a_forked_worker_dies_of_the_signal_in_silence(model: Path, tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def large(folder: Path) -> Path:
 
 @pytest.mark.parametrize("size", [0, 1, 5000, 70000])
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
-def test_a_reader_that_goes_away(tmp_path: Path, size: int, options: list[str]) -> None:
-    process = command("inspect", large(tmp_path), *options, text=False)
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_reader_that_goes_away(tmp_path: Path, size: int, options: list[str], unbuffered: str) -> None:
+    process = command("inspect", large(tmp_path), *options, text=False, env=environment(PYTHONUNBUFFERED=unbuffered))
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(size)
     process.stdout.close()
