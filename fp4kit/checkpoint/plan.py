@@ -5,6 +5,7 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
+from fp4kit.checkpoint.actions import actions_of
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
@@ -178,6 +180,7 @@ class _Planner:
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
         self.groups = self._groups()
+        self.actions = self._actions()
 
     def _decisions(self) -> dict[str, Decision]:
         """Of every tensor that is not a part of another one: converted or not, and why."""
@@ -265,31 +268,23 @@ class _Planner:
     def _converted(self, weight: Weight) -> TensorPlan:
         if self.form is None:
             return self._numbers(weight, f"{weight.dtype}: decoded")
-        action = self._action(weight)
+        action = self.actions[weight.tensor]
         found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
         reason = f"{self.decisions[weight.tensor].reason}: {_WORDS[action]}{shared}"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
-    def _action(self, weight: Weight) -> str:
-        """How a weight gets into the form that is written. Raises CheckpointError for a loss that was not asked for."""
-        have, form = weight.container, self.form
-        assert form is not None
-        if have is None:
-            return jobs.QUANTIZE
-        if have.same_codes(form):
-            return jobs.RENAME
-        if (have.kind, form.kind) == ("mxfp4", "nvfp4"):
-            return jobs.CAST
-        if (have.kind, form.kind) == ("fp8", "mxfp8"):
-            return jobs.CARRY
-        if not self.request.requantize:
-            raise CheckpointError(
-                f"{shown(weight.name)}: is {have} already, and {form} would have other values; say --requantize for that, "
-                "or start from the unquantized release"
-            )
-        return jobs.REQUANTIZE
+    def _actions(self) -> dict[str, str]:
+        """Tensor -> how its weight gets into the form that is written."""
+        if self.form is None:
+            return {}
+        groups: dict[str, set[str]] = defaultdict(set)
+        for tensor, weight in self.selected.items():
+            for name in layer_names(weight, self.form, self.config):
+                if name in self.groups:
+                    groups[self.groups[name]].add(tensor)
+        return actions_of(self.selected, groups, self.form, self.request)
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The exclusion list, and what loaders may trip over."""
