@@ -15,12 +15,11 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
 from fp4kit.checkpoint.actions import actions_of
-from fp4kit.checkpoint.files import INDEX, Source, open_source
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
-from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
@@ -79,7 +78,7 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: sentences for the user."""
+    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the user."""
 
     source: Source
     request: Request
@@ -123,22 +122,26 @@ class Plan:
 
 def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
-    known = {part.entry.name for weight in weights.values() for part in weight.parts.values()}
-    stored = {weight.tensor for weight in weights.values() if weight.container is not None}
-    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and not (name in known and _of(name, weights, stored))]
+    stored = [weight for weight in weights.values() if weight.container is not None]
+    known = {part.entry.name for weight in stored for part in weight.parts.values()}
+    strange = [name for name, (_, entry) in source.tensors.items() if name not in known and looks_quantized(entry)]
     if strange:
         raise CheckpointError(
-            f"{listed(strange)}: packed weights or their scales, of no form that is known here; start from the unquantized release"
+            f"{listed(strange)}: packed weights or their scales, of no form that is known here; "
+            "start from the unquantized release"
         )
+    declared = None if stored else next(_declarations(source), None)
+    if declared is not None:
+        raise CheckpointError(f"{declared}, but no tensor is quantized; remove it from the source first")
+
+
+def _declarations(source: Source) -> Iterator[str]:
+    """What says that a source is quantized."""
     text = source.config.get("text_config")
-    sections = [source.config, text] if isinstance(text, dict) else [source.config]
-    declared = any(section.get(key) for section in sections for key in ("quantization_config", "compression_config"))
-    if declared and not stored:
-        raise CheckpointError("config.json: has quantization_config, but no tensor is quantized; remove it from the source first")
-
-
-def _of(name: str, weights: Mapping[str, Weight], stored: set[str]) -> bool:
-    return name in stored or name not in weights
+    for section in (source.config, text if isinstance(text, dict) else {}):
+        yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))
+    if (source.root / HF_QUANT_CONFIG).exists():
+        yield f"{HF_QUANT_CONFIG}: is there"
 
 
 def make_plan(
@@ -153,11 +156,12 @@ def make_plan(
 ) -> Plan:
     """Return the plan to convert the model directory ``source``; reads headers and JSON only.
 
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes the
-        one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes
+        the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
     input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
-    requantize: layers that are quantized already may get other codes, with a loss; without it, only what keeps every value is done.
+    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
+        MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
@@ -229,8 +233,8 @@ class _Planner:
             raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
-        ignore, warnings = self._exclusions()
-        names = {file.name for file in self.source.files} | {INDEX, MANIFEST}
+        ignore, warnings = self._exclusions(shards)
+        names = {file.name for file in self.source.files} | {INDEX}
         beside = auxiliary.scan(self.source.root, names)
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 
@@ -258,7 +262,8 @@ class _Planner:
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, f"{reason}; as it is", weight.nbytes, tuple(found))
+        reason = f"{reason}; as it is"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, reason, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
         turned = len(weight.shape) == 3 and is_interleaved(self.config)
@@ -286,18 +291,20 @@ class _Planner:
                     groups[self.groups[name]].add(tensor)
         return actions_of(self.selected, groups, self.form, self.request)
 
-    def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The exclusion list, and what loaders may trip over."""
+    def _exclusions(self, shards: Iterable[ShardPlan]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for them."""
         if self.form is None:
             return (), ()
         converted = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
-        kept = {name: found for name, found in self.decisions.items() if not found.converted and found.listed}
+        same = [self.weights[tensor.name] for shard in shards for tensor in shard.tensors if tensor.action == jobs.RENAME]
+        alike = {weight.tensor: weight.name for weight in same if weight.tensor not in self.selected}
+        kept = [name for name, found in self.decisions.items() if not found.converted and found.listed and name not in alike]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(SYNTAX[self.form.format], modules, subtrees, converted)
         warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
         name = container_id(self.form, self.has_input_scale)
-        warnings += [shown(str(found)) for found in exclusions.check(name, ignore, modules, converted)]
+        warnings += [shown(str(found)) for found in exclusions.check(name, ignore, modules, [*converted, *alike.values()])]
         return ignore, tuple(warnings)
 
 

@@ -53,7 +53,8 @@ class Request:
             raise CheckpointError(refused)
         form = next((known for known in WRITTEN if known.format == wanted and known.stores(self.recipe)), None)
         if form is None:
-            usable = ", ".join(r.id for r in RECIPES.values() if any(known.format == wanted and known.stores(r) for known in WRITTEN))
+            forms = [known for known in WRITTEN if known.format == wanted]
+            usable = ", ".join(r.id for r in RECIPES.values() if any(known.stores(r) for known in forms))
             raise CheckpointError(f"recipe {self.recipe.id}: has no place in {wanted}; use one of {usable}")
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(f"input scale: {self.recipe.id} stores none; leave it out, or use an NVFP4 recipe")

@@ -216,7 +216,8 @@ def files(root: Path) -> dict[str, bytes]:
 
 CASES = [
     ("dense", "nvfp4-te", "modelopt"), ("fused", "nvfp4-te-2d", "modelopt"), ("moe", "mxfp8-te-2d", "modelopt"),
-    ("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"), ("deepseek_fp8", "nvfp4-te", "compressed-tensors"),
+    ("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"),
+    ("deepseek_fp8", "nvfp4-te", "compressed-tensors"),
     ("deepseek_v4", "mxfp4-ocp", "deepseek-v4"),
 ]  # fmt: skip
 

@@ -29,7 +29,8 @@ def nvfp4(module: str, scale: float) -> synthetic.Tensors:
     """A layer of Model-Optimizer's NVFP4."""
     scales = synthetic.any_bytes(module, (8, 4), 1, 0x7F).view(synthetic.E4M3)
     codes = synthetic.any_bytes(module, (8, 32))
-    return {f"{module}.weight": codes, f"{module}.weight_scale": scales, f"{module}.weight_scale_2": np.array(scale, np.float32)}
+    found: synthetic.Tensors = {f"{module}.weight": codes, f"{module}.weight_scale": scales}
+    return {**found, f"{module}.weight_scale_2": np.array(scale, np.float32)}
 
 
 def numbers(module: str, dtype: Any = ml_dtypes.bfloat16) -> synthetic.Tensors:
@@ -54,7 +55,7 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
     """Where one of a group is quantized, all are: under the amax of all. That is a loss, which has to be asked for."""
     tensors = MIXED[name]
     synthetic.write_model(tmp_path / "refused", {"quantization_config": CT}, tensors)
-    with refused("already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say --requant"):
+    with refused("already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say"):
         convert(tmp_path / "refused", tmp_path / "out", format="modelopt")
     loaded, report = written(tmp_path, tensors, requantize=True)
     found = oracle.layers(tensors)

@@ -85,7 +85,7 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["mxfp8-te", "nvfp4-te"])
 def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
-    """A NaN among stored codes, or a scale of NaN, is one of the numbers that they stand for; saturated, nothing of it is left."""
+    """A NaN among stored codes, or a scale of NaN, counts as the numbers that it stands for; saturated, nothing is left."""
     if fp8:
         codes = synthetic.any_bytes("a", (8, 64), 0, 0x7F)
         codes[0, 5] = 0x7F

@@ -1,8 +1,8 @@
 """The configs beside the tensors: what each family of files declares, as its producer writes it.
 
-modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. That ``mxfp4`` is lower-case and declares
-no group size is its doing. compressed-tensors: 0.20, as its own QuantizationConfig writes it. sglang-mxfp8: SGLang 0.5.23
-fp8.py. gpt-oss: transformers 5.23 Mxfp4Config. deepseek-v4: the release's own config.
+modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. That ``mxfp4`` is lower-case and
+declares no group size is its doing. compressed-tensors: 0.20, as its own QuantizationConfig writes it. sglang-mxfp8: SGLang
+0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config. deepseek-v4: the release's own config.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SYNTAX = {
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale whether or not it is there: without one, W4A16_NVFP4."""
+    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale, be it there or not: without one, W4A16_NVFP4."""
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
@@ -78,7 +78,8 @@ def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict
 def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     strategy = "tensor_group" if form is CT_NVFP4 else "group"
     scale_dtype = "torch.float8_e4m3fn" if form is CT_NVFP4 else "torch.uint8"
-    common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size, "strategy": strategy}
+    common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size}
+    common |= {"strategy": strategy}
     weights = {**common, "dynamic": False, "scale_dtype": scale_dtype}
     inputs = {**common, "dynamic": "local", "scale_dtype": scale_dtype, "observer": "static_minmax"} if has_input_scale else None
     if form is CT_MXFP8:  # vLLM knows it with activations that are quantized as they come
@@ -112,7 +113,8 @@ def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    return {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    scales = {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **scales}
 
 
 def _deepseek_v4_nvfp4(form: Container, declared: dict[str, Any], layers: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -121,7 +123,7 @@ def _deepseek_v4_nvfp4(form: Container, declared: dict[str, Any], layers: Sequen
     containers = sorted({name.partition(".experts.")[0] + ".experts" for name in layers})
     ignore = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
     half = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
-    mixed = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "group_size": form.group_size}
+    mixed: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "group_size": form.group_size}
     mixed |= {"quantized_layers": {name: one for name in containers}}
     groups = {"group_0": {"input_activations": half, "weights": half, "targets": ["Linear"]}}
     found = {**declared, "moe_quant_algo": "NVFP4", **mixed, "config_groups": groups, "ignore": ignore, "producer": _producer()}
