@@ -151,7 +151,9 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
     codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
     pair = (_tensor_scale(a, readers), _tensor_scale(b, readers))
     signal, noise = (sum(getattr(one, kind) for one in found) for kind in ("signal", "noise"))
-    return LayerDifference(name, prod(a.shape), codes, scales, sum(one.values for one in found), pair, sqnr_db(signal, noise), (*a.names, *b.names))
+    values = sum(one.values for one in found)
+    names = (*a.names, *b.names)
+    return LayerDifference(name, prod(a.shape), codes, scales, values, pair, sqnr_db(signal, noise), names)
 
 
 def _total(counts: Iterable[int | None]) -> int | None:

@@ -17,8 +17,8 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 class Piece:
     """Rows [span) of matrix `expert` of a weight. module: the layer that they are part of; outputs: its tensors.
 
-    form: of the outputs, None for numbers, which are turned where they are written as [K, N]. whole: rows of all of those
-    tensors; at: the first row of this piece among them.
+    form: of the outputs, None for numbers, which are turned where they are written as [K, N]. whole: rows of all those tensors;
+    at: the first row of this piece among them.
     """
 
     weight: Weight
@@ -71,7 +71,7 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def numbers(weight: Weight, dtype: str, turned: bool) -> Iterator[Piece]:
-    """The pieces of a weight that is written as numbers: a matrix P.weight, or a stack; turned: as [E, K, N]."""
+    """The pieces of a weight that is written as numbers: a matrix P.weight, or a stack; turned: to [E, K, N]."""
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3
     shape = (*weight.shape[:-2], columns, rows) if turned else weight.shape

@@ -15,17 +15,19 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
 from fp4kit.checkpoint.actions import actions_of
-from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, open_source
-from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
-from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.declared import check_declared
+from fp4kit.checkpoint.files import INDEX, Source, open_source
+from fp4kit.checkpoint.formats.configs import container_id
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, looks_quantized, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _WORDS = {
@@ -107,7 +109,7 @@ class Plan:
     @property
     def format_name(self) -> str:
         """What is written, in words."""
-        return "bf16" if self.form is None else self.form.name
+        return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
 
     @property
     def bytes_in(self) -> int:
@@ -118,30 +120,6 @@ class Plan:
     def bytes_out(self) -> int:
         """Bytes of all output tensors."""
         return sum(tensor.bytes_out for tensor in self.tensors)
-
-
-def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
-    stored = [weight for weight in weights.values() if weight.container is not None]
-    known = {part.entry.name for weight in stored for part in weight.parts.values()}
-    strange = [name for name, (_, entry) in source.tensors.items() if name not in known and looks_quantized(entry)]
-    if strange:
-        raise CheckpointError(
-            f"{listed(strange)}: packed weights or their scales, of no form that is known here; "
-            "start from the unquantized release"
-        )
-    declared = None if stored else next(_declarations(source), None)
-    if declared is not None:
-        raise CheckpointError(f"{declared}, but no tensor is quantized; remove it from the source first")
-
-
-def _declarations(source: Source) -> Iterator[str]:
-    """What says that a source is quantized."""
-    text = source.config.get("text_config")
-    for section in (source.config, text if isinstance(text, dict) else {}):
-        yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))
-    if (source.root / HF_QUANT_CONFIG).exists():
-        yield f"{HF_QUANT_CONFIG}: is there"
 
 
 def make_plan(
@@ -169,7 +147,7 @@ def make_plan(
     request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite)
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
-    _check_declared(model, weights)
+    check_declared(model, weights)
     return _Planner(model, request, weights).plan()
 
 
@@ -183,6 +161,11 @@ class _Planner:
         self.decisions = self._decisions()
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
+        if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
+            raise CheckpointError(
+                "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
+                "give one, such as --input-scale 1.0, which is not calibrated"
+            )
         self.groups = self._groups()
         self.actions = self._actions()
 
@@ -233,7 +216,7 @@ class _Planner:
             raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
-        ignore, warnings = self._exclusions(shards)
+        ignore, warnings = self._exclusions()
         names = {file.name for file in self.source.files} | {INDEX}
         beside = auxiliary.scan(self.source.root, names)
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
@@ -249,21 +232,21 @@ class _Planner:
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
         reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
-        if weight is not None and weight.container is not None and not self._stays_quantized(weight):
+        if weight is not None and weight.container is not None and not self._stays_quantized():
             return self._numbers(weight, f"{reason}; decoded, since its form is another one")
         if weight is not None and weight.container is not None:
             return self._copied_whole(weight, reason)
         return TensorPlan(entry.name, entry.dtype, entry.shape, jobs.COPY, reason, entry.nbytes, (), located(file, entry))
 
-    def _stays_quantized(self, weight: Weight) -> bool:
-        """Whether loaders expect a layer that is not converted in the form that it has: DeepSeek-V4's FP8 beside its experts."""
+    def _stays_quantized(self) -> bool:
+        """Whether loaders expect layers that are not converted as they are: DeepSeek-V4's FP8 beside its experts."""
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
-        reason = f"{reason}; as it is"
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, reason, weight.nbytes, tuple(found))
+        why = f"{reason}; as it is"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, why, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
         turned = len(weight.shape) == 3 and is_interleaved(self.config)
@@ -291,20 +274,22 @@ class _Planner:
                     groups[self.groups[name]].add(tensor)
         return actions_of(self.selected, groups, self.form, self.request)
 
-    def _exclusions(self, shards: Iterable[ShardPlan]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for them."""
         if self.form is None:
             return (), ()
-        converted = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
-        same = [self.weights[tensor.name] for shard in shards for tensor in shard.tensors if tensor.action == jobs.RENAME]
-        alike = {weight.tensor: weight.name for weight in same if weight.tensor not in self.selected}
-        kept = [name for name, found in self.decisions.items() if not found.converted and found.listed and name not in alike]
+        quantized = [w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())]
+        converted = [name for weight in quantized for name in layer_names(weight, self.form, self.config)]
+        stay = {weight.tensor for weight in quantized}
+        kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
-        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
-        ignore = exclusions.exclusion_list(SYNTAX[self.form.format], modules, subtrees, converted)
+        declared = CONTAINERS[container_id(self.form, self.has_input_scale)]
         warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
-        name = container_id(self.form, self.has_input_scale)
-        warnings += [shown(str(found)) for found in exclusions.check(name, ignore, modules, [*converted, *alike.values()])]
+        if declared.syntax is None:
+            return (), tuple(warnings)
+        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
+        ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
+        warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
         return ignore, tuple(warnings)
 
 

@@ -10,11 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from fp4kit.storage.errors import shown
-
-_EXPERTS = re.compile(r"(.*\.experts)(?:\.|$)")
 
 
 @dataclass(frozen=True)
@@ -125,49 +122,6 @@ def _gated(known: Collection[str]) -> set[str]:
     """Return the up_proj and w3, as _alike, that have a gate in some layer or expert."""
     gates = (split_module(module) for module in known if module.endswith(tuple(_PAIRS)))
     return {_alike(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
-
-
-def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the fused names of ``modules``, none of whose members is converted."""
-    for (parent, fusion), members in fused_groups([*modules, *converted]).items():
-        if fusion.alias and not any(member in converted for member in members):
-            yield join_module(parent, fusion.alias)
-
-
-def _containers(modules: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the expert containers of ``modules`` in which no expert is converted."""
-    taken = {match[1] for match in map(_EXPERTS.match, converted) if match}
-    return {match[1] for match in map(_EXPERTS.match, modules) if match} - taken
-
-
-def ignore_list(copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]) -> tuple[str, ...]:
-    """Return the exclusion list for loaders, sorted.
-
-    copied: linear layers that stay as they are; subtrees: prefixes below which nothing is converted (``model.visual``);
-    converted: the quantized layers. Names are exact, with fused aliases and expert containers added, and one
-        ``prefix.*`` for each subtree; ``lm_head`` is always there, because loaders quantize it even where it is tied
-        and has no tensor.
-    """
-    copied = list(copied)
-    names = {"lm_head", *copied, *_aliases(copied, converted), *_containers(copied, converted)}
-    return tuple(sorted(names | {f"{prefix}.*" for prefix in subtrees}))
-
-
-def wrongly_ignored(ignore: Iterable[str], converted: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (pattern, layer) where a loader would take a converted layer for an excluded one.
-
-    vLLM tests equality, then whether the pattern is a substring, then fnmatch; SGLang only equality and ``*`` patterns.
-    """
-    fused = (join_module(parent, fusion.alias) for parent, fusion in fused_groups(converted) if fusion.alias)
-    names = [*converted, *fused]
-    text = "\n".join(names)
-    for pattern in ignore:
-        if "*" in pattern:
-            hit = next((name for name in names if fnmatchcase(name, pattern)), None)
-        else:
-            hit = next((name for name in names if pattern in name), None) if pattern in text else None
-        if hit is not None:
-            yield pattern, hit
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:

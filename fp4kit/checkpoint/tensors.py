@@ -88,8 +88,8 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
 
     tensors: (name, array), arrays of any library, on the host or a GPU; names of Hugging Face or of Megatron-Core, whose fused
         parameters are taken apart (linear_fc1 into gate and up, linear_qkv into q, k and v by the heads of rules.config).
-    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is. Layers that share
-    a tensor scale (gate and up; q, k and v) wait for each other: at most one group of a kind is held, and what is alone comes last.
+    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is. Layers that
+    share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last.
     Parts are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy.
     Raises CheckpointError for a name of Megatron that is not known, a gate without its up projection, NaN or infinity in what is
     quantized (their amax is read from the device), and a scale that no loader can use.
@@ -143,7 +143,8 @@ def _heads(given: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any,
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
     if not heads or not groups or heads % groups:
-        raise CheckpointError(f"{shown(given)}: q, k and v are one; rules.config needs num_attention_heads and num_key_value_heads")
+        needed = "num_attention_heads and num_key_value_heads"
+        raise CheckpointError(f"{shown(given)}: q, k and v are one; rules.config needs {needed}")
     each = heads // groups
     size, rest = divmod(array.shape[0], groups * (each + 2))
     if rest:

@@ -15,8 +15,9 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 def register(subparsers: Any) -> None:
     """Add the command."""
+    text = "repair an NVFP4 checkpoint whose fused layers (q/k/v, gate/up) disagree in their tensor scales"
     parser = add_command(
-        subparsers, "reconcile", _reconcile, "repair an NVFP4 checkpoint whose fused layers (q/k/v, gate/up) disagree in their scales",
+        subparsers, "reconcile", _reconcile, text,
         writes=lambda args: Path(args.destination) if args.destination else None,
         usage="fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC",
     )  # fmt: skip

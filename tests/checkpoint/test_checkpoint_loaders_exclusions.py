@@ -154,6 +154,13 @@ def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     assert not check("modelopt NVFP4", ["model.layers.3.*", "lm_head"], copied, converted)
 
 
+def test_the_way_out_is_for_sglang_alone() -> None:
+    name = "model.layers.0.self_attn.q_b_proj"
+    vllm, sglang = check("modelopt NVFP4", ["lm_head", name], [], [name])
+    assert vllm.text == f"is quantized, but excluded by {name}: its packed weights do not fit"
+    assert sglang.text.startswith(f"{vllm.text}; it takes an exclusion that ends in q_b_proj for every layer's")
+
+
 @pytest.mark.parametrize("kept", [mla("model.layers.1"), mla("model.layers.1")[3:4], mla("model.layers.1")[:3:2]])
 def test_an_mla_projection_of_one_layer_is_kept_for_every_engine(kept: list[str]) -> None:
     modules = [name for layer in layers(3) for name in mla(layer) + mlp(f"{layer}.mlp")]

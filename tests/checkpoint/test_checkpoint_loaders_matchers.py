@@ -33,6 +33,7 @@ VLLM_MODELOPT: tuple[Case, ...] = (
     ("model.layers.10.mlp.down_proj", [f"{LAYER}.*"], False),
     ("model.layers.10.mlp.down_proj", [f"{LAYER}*"], True),
     (f"{MLP}.Down_proj", [f"{MLP}.d*"], False),  # globs mind the case
+    (f"{MLP}.Down_proj", [f"{MLP}.D*"], True),
     (f"{MLP}.down_proj", ["*.mlp.[d]own_proj"], True),
     (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one expert excludes the container
     (EXPERTS, [EXPERTS], True),
@@ -103,6 +104,27 @@ SERVED_CT: tuple[Case, ...] = (
     (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("w1", "w2", "w3")], False),  # by these names, whatever they are
 )
 
+LIBRARY_CT: tuple[Case, ...] = (
+    (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
+    (f"{MLP}.down_proj", ["Linear"], True),  # by class
+    (f"{MLP}.down_proj", ["Module"], True),
+    (f"{MLP}.down_proj", ["Embedding"], False),
+    (f"{MLP}.down_proj", [r"re:.*mlp\.down"], True),  # from the start, not to the end
+    (f"{MLP}.down_proj", [r"re:mlp\.down_proj"], False),
+    (f"{MLP}.down_proj", [f"{MLP}.*"], False),
+)
+
+TRANSFORMERS: tuple[Case, ...] = (
+    (EXPERTS, [LAYER], True),
+    (EXPERTS, [f"{LAYER}."], True),  # a pattern may end with the dot
+    ("model.layers.11.mlp.experts", [LAYER], False),  # up to the end of a part
+    ("model.layers.11.mlp.experts", ["model.layers.*"], True),
+    ("model.decoder.layers.23.fc1", ["fc1"], True),  # a suffix
+    ("model.decoder.layers.23.fc1", ["c1"], True),
+    ("model.decoder.layers.23.fc1", ["decoder"], False),  # neither
+    (f"{MLP}.gate_proj", [f"{MLP}.gate"], False),
+)
+
 
 @pytest.mark.parametrize(
     ("excluded", "case"),
@@ -110,6 +132,8 @@ SERVED_CT: tuple[Case, ...] = (
         *((m.vllm_modelopt, case) for case in VLLM_MODELOPT),
         *((m.sglang_modelopt, case) for case in SGLANG_MODELOPT),
         *((m.sglang_mxfp8, case) for case in SGLANG_MXFP8),
+        *((m.compressed_tensors, case) for case in LIBRARY_CT),
+        *((m.transformers_listed, case) for case in TRANSFORMERS),
         *((served, case) for served in (m.vllm_compressed_tensors, m.sglang_compressed_tensors) for case in SERVED_CT),
     ],
     ids=lambda value: getattr(value, "__name__", None) or f"{value[0]}-{value[1]}",
@@ -190,8 +214,16 @@ def test_every_container_has_its_readers() -> None:
 PARTS = ["model", "layers", "0", "1", "10", "mlp", "mlp2", "gate", "gate_proj", "experts", "lm_head", "Linear", "Module"]
 names = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(".".join)
 pieces = st.one_of(names, st.sampled_from([".*", r"\.", "[01]", "(a|mlp)", "$", "?", "+", "(", "*", "", "(?i)", "re:", "."]))
-patterns = st.lists(st.builds("".join, st.lists(pieces, min_size=1, max_size=4)), max_size=4)
-with_prefix = patterns.flatmap(lambda drawn: st.tuples(*(st.sampled_from([p, f"re:{p}"]) for p in drawn)))
+
+
+@st.composite
+def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str]]:
+    """A module, and patterns that may well concern it: pieces of its name, with pieces of expressions."""
+    module = draw(names)
+    cut = st.integers(0, len(module))
+    near = st.one_of(pieces, st.builds(lambda a, b: module[min(a, b) : max(a, b)], cut, cut), cut.map(lambda a: module[a:]))
+    pattern = st.builds("".join, st.tuples(st.sampled_from(prefixes), near, st.one_of(st.just(""), pieces)))
+    return module, draw(st.lists(pattern, min_size=1, max_size=3))
 
 
 def outcome(call: Callable[[], bool]) -> bool | str:
@@ -202,19 +234,29 @@ def outcome(call: Callable[[], bool]) -> bool | str:
         return "fails"
 
 
-@given(module=names, drawn=with_prefix)
-def test_as_compressed_tensors_does(module: str, drawn: tuple[str, ...]) -> None:
+@given(drawn=questions(("", "re:", "re:.*")))
+def test_as_compressed_tensors_does(drawn: tuple[str, list[str]]) -> None:
     match = pytest.importorskip("compressed_tensors.utils.match")
-    torch = pytest.importorskip("torch")
-    linear = torch.nn.Linear(1, 1)
-    theirs = outcome(lambda: match.is_match(module, linear, drawn))
-    mine = outcome(lambda: m.compressed_tensors(module, drawn))
-    assert mine == theirs or (mine == "fails" and theirs is True)  # it stops at the first hit, before a broken pattern
+    linear = pytest.importorskip("torch").nn.Linear(1, 1)
+    theirs = outcome(lambda: match.is_match(drawn[0], linear, drawn[1]))
+    mine = outcome(lambda: m.compressed_tensors(*drawn))
+    assert mine == theirs or {mine, theirs} == {True, "fails"}  # it depends on what comes first, a hit or a broken pattern
 
 
-@given(module=names, drawn=patterns)
-def test_as_transformers_does(module: str, drawn: list[str]) -> None:
+@given(drawn=questions(("",)))
+def test_as_transformers_does(drawn: tuple[str, list[str]]) -> None:
     real = pytest.importorskip("transformers.quantizers.quantizers_utils")
-    theirs = outcome(lambda: not real.should_convert_module(module, drawn))
-    mine = outcome(lambda: m.transformers_listed(module, drawn))
+    theirs = outcome(lambda: not real.should_convert_module(*drawn))
+    mine = outcome(lambda: m.transformers_listed(*drawn))
     assert mine == theirs or {mine, theirs} == {True, "fails"}
+
+
+@pytest.mark.parametrize("case", [*LIBRARY_CT, *TRANSFORMERS])
+def test_the_real_functions_agree_on_the_stated_cases(case: Case) -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    real = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    module, patterns, expected = case
+    if case in LIBRARY_CT:
+        assert match.is_match(module, pytest.importorskip("torch").nn.Linear(1, 1), patterns) is expected
+    else:
+        assert real.should_convert_module(module, patterns) is not expected

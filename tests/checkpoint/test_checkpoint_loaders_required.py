@@ -39,6 +39,8 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
         "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
         "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
         "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
+        "deepseek-v4 nvfp4": {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16),
+                              ".weight_scale_2": ("F32", scalar), ".input_scale": ("F32", scalar)},
         "bf16": {".weight": ("BF16", codes)},
     }[container]  # fmt: skip
     return {name + suffix: tensor for suffix, tensor in parts.items()}
@@ -63,14 +65,16 @@ def config(container: str) -> dict[str, Any]:
     own: dict[str, dict[str, Any]] = {
         "sglang-mxfp8": {"quantization_config": {"quant_method": "mxfp8"}},
         "gpt-oss": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-        "deepseek-v4": {"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
+        "deepseek-v4": {"model_type": "deepseek_v4", "expert_dtype": "fp4",
+                        "quantization_config": {"quant_method": "fp8", "moe_quant_algo": "NVFP4"}},
         "bf16": {},
     }
     return own[used]
 
 
 def name_of(container: str) -> str:
-    return {"gpt-oss": "model.layers.0.mlp.experts.gate_up_proj", "deepseek-v4": "layers.0.ffn.experts.0.w1"}.get(container, Q)
+    own = {"gpt-oss": "model.layers.0.mlp.experts.gate_up_proj", "deepseek-v4": "layers.0.ffn.experts.0.w1"}
+    return own.get(CONTAINERS[container].format, Q)
 
 
 def errors(found: list[Finding]) -> list[Finding]:
@@ -269,6 +273,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gpt-oss", {**config("gpt-oss"), "model_type": "qwen3_moe"},
      "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone"),
     ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
+    ("deepseek-v4 nvfp4", changed("deepseek-v4", moe_quant_algo=None), "quantization_config.moe_quant_algo is None; 'NVFP4' is needed"),
     ("deepseek-v4", changed("deepseek-v4", quant_method="mxfp4"), "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed"),
 )  # fmt: skip
 
@@ -317,6 +322,7 @@ def warnings(container: str, given: dict[str, Any], hf: dict[str, Any] | None, t
 
 def test_two_files_that_disagree() -> None:
     assert not warnings(NVFP4, config(NVFP4), nested())
+    assert not warnings(NVFP4, config(NVFP4), nested(quant_algo="absent"))  # one of them suffices
     assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
         "quantization.quant_algo differs from quant_algo of config.json; which of the two counts depends on the engine",
         "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the engine",

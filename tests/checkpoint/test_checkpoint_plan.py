@@ -60,7 +60,7 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
         ("gpt_oss", "mxfp4-ocp", {}, "gpt-oss", {"quantize": 4}),
         ("gpt_oss_mxfp4", "mxfp4-ocp", {}, "gpt-oss", {"rename": 4}),
         ("gpt_oss_mxfp4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 4}),
-        ("deepseek_fp8", "nvfp4-te", {"requantize": True}, "modelopt NVFP4", {"requantize": 22, "dequantize": 11}),
+        ("deepseek_fp8", "nvfp4-te", {"requantize": True}, "modelopt W4A16_NVFP4", {"requantize": 22, "dequantize": 11}),
         ("deepseek_fp8", "mxfp8-te", {}, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
         ("deepseek_fp8", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 33}),
         ("deepseek_v4", "mxfp4-ocp", {}, "deepseek-v4", {"rename": 24 + 12 + 3 * 7}),

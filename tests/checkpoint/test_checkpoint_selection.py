@@ -213,9 +213,9 @@ def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
 
 def test_plan_decides_as_the_rules_do(tmp_path: Path) -> None:
     synthetic.deepseek(tmp_path / "m")
-    plan = make_plan(tmp_path / "m", exclude=["*.experts.*"])
+    plan = make_plan(tmp_path / "m", wishes=Wishes(keep=("*.experts.*",)))
     model = Model(2, "deepseek_v3")
-    candidates = [candidate(tensor.name, tensor.entry.dtype, tensor.entry.shape, model) for tensor in plan.tensors]
+    candidates = [candidate(tensor.name, tensor.dtype, tensor.shape, model) for tensor in plan.tensors]
     expected = decide(candidates, Wishes(keep=("*.experts.*",)), 16)
     assert {t.name: t.action == "quantize" for t in plan.tensors} == {name: d.converted for name, d in expected.items()}
 

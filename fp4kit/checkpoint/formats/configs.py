@@ -1,8 +1,8 @@
 """The configs beside the tensors: what each family of files declares, as its producer writes it.
 
-modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. That ``mxfp4`` is lower-case and
-declares no group size is its doing. compressed-tensors: 0.20, as its own QuantizationConfig writes it. sglang-mxfp8: SGLang
-0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config. deepseek-v4: the release's own config.
+modelopt: Model-Optimizer 0.47 modelopt/torch/export quant_utils.py, convert_hf_config.py. compressed-tensors: 0.20, as its own
+QuantizationConfig writes it. sglang-mxfp8: SGLang 0.5.23 fp8.py. gpt-oss: transformers 5.23 Mxfp4Config. deepseek-v4: the
+release's own config.
 """
 
 from __future__ import annotations
@@ -26,14 +26,10 @@ from fp4kit.checkpoint.formats.container import (
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
 WRITTEN = (MODELOPT_NVFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
-SYNTAX = {
-    "modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "dotted", "gpt-oss": "mxfp4",
-    "deepseek-v4": "modelopt",
-}  # fmt: skip
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale, be it there or not: without one, W4A16_NVFP4."""
+    """Model-Optimizer's name of a form. Loaders of NVFP4 read input_scale even where there is none: that is W4A16_NVFP4."""
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
@@ -113,8 +109,8 @@ def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    scales = {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-    return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **scales}
+    scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return {"quant_method": "fp8", **scheme}
 
 
 def _deepseek_v4_nvfp4(form: Container, declared: dict[str, Any], layers: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,24 +1,23 @@
 """How a linear layer lies in tensors: names, dtypes, shapes, direction of the tensor scale. One Container per stored form.
 
-Of a layer of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble; the name of its
-module, then:
+Of a layer P of shape [..., N, K], with codes and scales row-major and element 2j of a row in the low nibble:
 
-| container                               | codes                     | scales                | tensor scale                    |
-| --------------------------------------- | ------------------------- | --------------------- | ------------------------------- |
-| modelopt NVFP4                          | .weight U8 [N,K/2]        | .weight_scale F8_E4M3 | .weight_scale_2 F32 []          |
-| modelopt mxfp4                          | .weight U8 [N,K/2]        | .weight_scale U8      |                                 |
-| modelopt MXFP8                          | .weight F8_E4M3 [N,K]     | .weight_scale U8      |                                 |
-| compressed-tensors nvfp4-pack-quantized | .weight_packed U8 [N,K/2] | .weight_scale F8_E4M3 | .weight_global_scale F32 [1], / |
-| compressed-tensors mxfp4-pack-quantized | .weight_packed U8 [N,K/2] | .weight_scale U8      |                                 |
-| compressed-tensors mxfp8-quantized      | .weight F8_E4M3 [N,K]     | .weight_scale U8      |                                 |
-| sglang-mxfp8                            | .weight F8_E4M3 [N,K]     | .weight_scale_inv U8  |                                 |
-| gpt-oss                                 | _blocks U8 [E,N,K/32,16]  | _scales U8 [E,N,K/32] |                                 |
-| deepseek-v4                             | .weight I8 [N,K/2]        | .scale F8_E8M0        |                                 |
-| deepseek-v4 nvfp4                       | as modelopt NVFP4         |                       |                                 |
-| fp8 128x128                             | .weight F8_E4M3 [N,K]     | .weight_scale_inv F32 |                                 |
-| fp8 128x128 ue8m0                       | .weight F8_E4M3 [N,K]     | .scale F8_E8M0        |                                 |
+| container                               | codes                       | scales                 | tensor scale                  |
+|-----------------------------------------|-----------------------------|------------------------|-------------------------------|
+| modelopt NVFP4                          | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
+| modelopt mxfp4                          | P.weight U8 [N, K/2]        | P.weight_scale U8      |                               |
+| modelopt MXFP8                          | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
+| compressed-tensors nvfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale F8_E4M3 | P.weight_global_scale F32[1]* |
+| compressed-tensors mxfp4-pack-quantized | P.weight_packed U8 [N, K/2] | P.weight_scale U8      |                               |
+| compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
+| sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                               |
+| gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                               |
+| deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                               |
+| deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
+| fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
+| fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
 
-"/": the stored number divides on decode. Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
+*: the stored number divides on decode. Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
 compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release.
 """
 
@@ -34,6 +33,7 @@ from fp4kit.storage.safetensors_file import nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
+_Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -148,18 +148,14 @@ class Container:
         return prod((-(-rows // self.block[0]), -(-columns // self.block[1])))
 
 
-def _modelopt(
-    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: tuple[str, str]
-) -> Container:
+def _modelopt(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair) -> Container:
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_scale_2", INPUT_SCALE: ".input_scale"}
     return Container(f"modelopt {name}", "modelopt", kind, element, scale, (1, size), suffixes, *dtypes)
 
 
-def _compressed(
-    name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: tuple[str, str]
-) -> Container:
+def _compressed(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair) -> Container:
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
         suffixes |= {TENSOR_SCALE: ".weight_global_scale", INPUT_SCALE: ".input_global_scale"}

@@ -106,6 +106,9 @@ def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]
     ):
         if value != needed:
             yield finding("vLLM", "error", _CONFIG, f"{key} is {value!r}; {needed!r} is needed")
+    algo = quantization_config(config).get("moe_quant_algo")
+    if CONTAINERS[container].kind == "nvfp4" and algo != "NVFP4":
+        yield finding("vLLM", "error", _CONFIG, f"quantization_config.moe_quant_algo is {algo!r}; 'NVFP4' is needed")
 
 
 _CHECKS = {

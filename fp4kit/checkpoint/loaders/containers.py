@@ -1,16 +1,20 @@
-"""The containers: ways to store quantized layers in a checkpoint, and the ``--format`` and recipe that lead to each."""
+"""The containers as configs declare them: the ``--format`` and kind of recipe that lead to each, the syntax of its exclusions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
+from fp4kit.checkpoint.formats.configs import FORMATS, container_id
+from fp4kit.checkpoint.formats.container import CONTAINERS as STORED
+from fp4kit.checkpoint.formats.container import MODELOPT_NVFP4
+
 KINDS = ("nvfp4", "mxfp4", "mxfp8")
+_SYNTAX = {"modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "dotted", "gpt-oss": "mxfp4"}
 
 
 @dataclass(frozen=True)
 class Container:
-    """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list."""
+    """One container. ``kind``: of its recipes, None for unquantized weights; ``syntax``: of its exclusion list, None without."""
 
     id: str
     format: str
@@ -19,22 +23,15 @@ class Container:
     syntax: str | None = None
 
 
-CONTAINERS: dict[str, Container] = {
-    container.id: container
-    for container in (
-        Container("modelopt W4A16_NVFP4", "modelopt", "nvfp4", 16, "modelopt"),
-        Container("modelopt NVFP4", "modelopt", "nvfp4", 16, "modelopt"),
-        Container("modelopt MXFP8", "modelopt", "mxfp8", 32, "modelopt"),
-        Container("modelopt mxfp4", "modelopt", "mxfp4", 32, "modelopt"),
-        Container("compressed-tensors nvfp4-pack-quantized", "compressed-tensors", "nvfp4", 16, "compressed-tensors"),
-        Container("compressed-tensors mxfp4-pack-quantized", "compressed-tensors", "mxfp4", 32, "compressed-tensors"),
-        Container("compressed-tensors mxfp8-quantized", "compressed-tensors", "mxfp8", 32, "compressed-tensors"),
-        Container("sglang-mxfp8", "sglang-mxfp8", "mxfp8", 32, "dotted"),
-        Container("gpt-oss", "gpt-oss", "mxfp4", 32, "mxfp4"),
-        Container("deepseek-v4", "deepseek-v4", "mxfp4", 32),
-        Container("bf16", "bf16", None),
-    )
-}
+def _declared() -> dict[str, Container]:
+    """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have scales."""
+    ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
+    ids += [(container_id(form, True), form) for form in STORED if form.format]
+    found = {id: Container(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids}
+    return found | {"bf16": Container("bf16", "bf16", None)}
+
+
+CONTAINERS = _declared()
 
 
 def container(format: str, kind: str, *, input_scale: bool = False) -> Container | None:

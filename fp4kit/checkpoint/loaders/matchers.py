@@ -336,5 +336,6 @@ READERS: Mapping[str, tuple[Reader, ...]] = {
     "sglang-mxfp8": (Reader("SGLang", sglang_mxfp8, SGLANG_FUSED), Reader("transformers", transformers_listed)),
     "gpt-oss": (Reader("vLLM", vllm_gpt_oss), Reader("transformers", transformers_mxfp4)),
     "deepseek-v4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
+    "deepseek-v4 nvfp4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
     "bf16": (),
 }

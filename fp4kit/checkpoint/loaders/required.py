@@ -76,6 +76,7 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "sglang-mxfp8": _mx(".weight", "bytes", ".weight_scale_inv"),
     "gpt-oss": (Required("_blocks", "U8", "N, K/32, 16"), Required("_scales", "U8", "N, K/32")),
     "deepseek-v4": (Required(".weight", "I8", "N, K/2"), Required(".scale", "F8_E8M0", "N, K/32")),
+    "deepseek-v4 nvfp4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
     "bf16": (),
 }
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
@@ -108,9 +109,12 @@ def _is_quantized(parts: Parts) -> bool:
 
 
 def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return what a layer needs; DeepSeek-V4 has FP8 layers beside its packed experts."""
-    if container == "deepseek-v4" and parts.get(".weight", ("",))[0] == "F8_E4M3":
+    """Return what a layer needs; DeepSeek-V4 has FP8 layers, and MXFP4 experts, beside its own."""
+    dtype = parts.get(".weight", ("",))[0]
+    if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
         return _FP8_BLOCKS
+    if container == "deepseek-v4 nvfp4" and dtype == "I8":  # multi-token prediction
+        return REQUIRED["deepseek-v4"]
     extra = (_INPUT_SCALE,) if configs.has_static_inputs(container, config) else ()
     return REQUIRED[container] + extra
 

@@ -72,6 +72,7 @@ RUNS: tuple[Row, ...] = (
     (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces the experts of gpt_oss alone"),
     (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json has to say expert_dtype fp4"),
     (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
+    (("deepseek-v4 nvfp4",), "deepseek_v4", "vLLM", "loads", "read", "quantization_config has to say moe_quant_algo NVFP4"),
     (_BF16, _HF, "vLLM", "loads", "read", ""),
     (_BF16, _HF, "SGLang", "loads", "read", ""),
     (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss", "transformers", "loads", "run", ""),

@@ -35,7 +35,7 @@ def write(job: Any, readers: Readers, output: Any) -> None:
     height, width = job.weight.container.block
     columns = job.weight.shape[-1]
     for slab in slabs(readers, job.weight, job.expert, job.span):
-        assert slab.scales is not None and slab.codes is not None
+        assert slab.codes is not None and slab.scales is not None
         codes = _exponent_codes(slab.scales).astype(np.uint8)
         rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]
         output.put(CODES, slab.codes)

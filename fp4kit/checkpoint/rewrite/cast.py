@@ -1,8 +1,8 @@
 """MXFP4 -> NVFP4 without a loss: the codes stay, and powers of two become E4M3 block scales over a tensor scale that is one.
 
 With k the exponents of the blocks that hold anything but zeros and m = max(k) - 8 over all members of a group:
-tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As requantize
-does for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer utils/numeric_utils.py.
+tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As requantize does
+for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer utils/numeric_utils.py.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def put_tensor_scale(job: Any, output: Any, scale: np.float32, divisor: np.float
     stored = scale if not job.form.divides else divisor if divisor is not None else np.float32(1) / scale
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
-            f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; leave it out with --keep, "
-            "or use another recipe"
+            f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; "
+            "leave it out with --keep, or use another recipe"
         )
     output.put(TENSOR_SCALE, np.array([stored], np.float32))
 

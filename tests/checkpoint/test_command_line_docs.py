@@ -1,0 +1,65 @@
+"""docs/command-line.md says what the commands print."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from fp4kit.cli import guard, main
+from fp4kit.cli.output import Output
+from fp4kit.cli.selftest import report
+from fp4kit.evidence import selftest
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
+ROWS = {schema: keys for schema, keys in re.findall(r"^\| `fp4kit\.(.*?)` \| .*? \| (.*) \|$", TEXT, re.MULTILINE)}
+COMMANDS = {
+    "convert.plan/1": "convert m new --dry-run",
+    "convert/1": "convert m new",
+    "convert.stale/1": "convert --remove-stale new",
+    "inspect/1": "inspect m",
+    "compare/1": "compare m m",
+    "recipes/1": "recipes",
+    "recipes.check/1": "recipes nvfp4 --check",
+    "agreement/1": "recipes --agreement",
+    "formats/1": "formats",
+    "fuzz/1": "fuzz --cases 2 --operations pack --host",
+}
+
+
+def documented(schema: str) -> list[str]:
+    return ["schema", *re.findall("`(.*?)`", ROWS[schema])]
+
+
+def test_every_schema_is_documented() -> None:
+    assert set(ROWS) == {*COMMANDS, "selftest/1"}
+
+
+@pytest.mark.parametrize("schema", COMMANDS)
+def test_documents_have_their_entries(
+    schema: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    synthetic.bert(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    assert main([*COMMANDS[schema].split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == f"fp4kit.{schema}" and list(found) == documented(schema)
+
+
+def test_the_document_of_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = [selftest.Task("part", "task", lambda: selftest.Outcome(5, skipped=("reason",)))]
+    monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
+    assert report(selftest.Engine(None), None, True, Output("selftest", json=True)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == documented("selftest/1") and found["values"] == 5 and found["left_out"] == ["reason"]
+
+
+def test_exit_codes_are_those_of_the_guard() -> None:
+    """One table, in the docs and in the module; the words differ in length only."""
+    assert guard.__doc__ is not None
+    tables = (re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for text in (TEXT, guard.__doc__))
+    first, second = tables
+    assert first == second == ["0", "1", "2", "129, 130, 143", "141"]
