@@ -31,6 +31,17 @@ TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time wher
 Tick = Callable[[int], None]  # called with bytes that were read
 
 
+def action_of(have: Container | None, form: Container | None) -> str:
+    """How a weight that is stored in one form gets into another; None: numbers."""
+    if have is None:
+        return COPY if form is None else QUANTIZE
+    if form is None:
+        return DEQUANTIZE
+    if have.same_codes(form):
+        return RENAME
+    return {("mxfp4", "nvfp4"): CAST, ("fp8", "mxfp8"): CARRY}.get((have.kind, form.kind), REQUANTIZE)
+
+
 class Target(NamedTuple):
     """Bytes of an output file: [position, position + nbytes), the part of a layer that they are, and their safetensors dtype."""
 

@@ -5,6 +5,7 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,19 +14,20 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, jobs, sharing
+from fp4kit.checkpoint.actions import actions_of
+from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, looks_quantized, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _WORDS = {
@@ -120,23 +122,6 @@ class Plan:
         return sum(tensor.bytes_out for tensor in self.tensors)
 
 
-def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
-    stored = [weight for weight in weights.values() if weight.container is not None]
-    known = {part.entry.name for weight in stored for part in weight.parts.values()}
-    strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]
-    if strange:
-        raise CheckpointError(
-            f"{listed(strange)}: packed weights or their scales, of no form that is known here; "
-            "start from the unquantized release"
-        )
-    text = source.config.get("text_config")
-    sections = [source.config, text] if isinstance(text, dict) else [source.config]
-    declared = any(section.get(key) for section in sections for key in ("quantization_config", "compression_config"))
-    if declared and not stored:
-        raise CheckpointError("config.json: has quantization_config, but no tensor is quantized; remove it from the source first")
-
-
 def make_plan(
     source: str | Path,
     recipe_id: str | Recipe = "nvfp4-te",
@@ -153,8 +138,8 @@ def make_plan(
         the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
     input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
-    requantize: layers that are quantized already may get other codes, with a loss; without it, only what keeps every value is
-        done.
+    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
+        MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
@@ -162,7 +147,7 @@ def make_plan(
     request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite)
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
-    _check_declared(model, weights)
+    check_declared(model, weights)
     return _Planner(model, request, weights).plan()
 
 
@@ -182,6 +167,7 @@ class _Planner:
                 "give one, such as --input-scale 1.0, which is not calibrated"
             )
         self.groups = self._groups()
+        self.actions = self._actions()
 
     def _decisions(self) -> dict[str, Decision]:
         """Of every tensor that is not a part of another one: converted or not, and why."""
@@ -231,7 +217,7 @@ class _Planner:
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
         ignore, warnings = self._exclusions()
-        names = {file.name for file in self.source.files} | {INDEX, MANIFEST}
+        names = {file.name for file in self.source.files} | {INDEX}
         beside = auxiliary.scan(self.source.root, names)
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 
@@ -270,34 +256,26 @@ class _Planner:
     def _converted(self, weight: Weight) -> TensorPlan:
         if self.form is None:
             return self._numbers(weight, f"{weight.dtype}: decoded")
-        action = self._action(weight)
+        action = self.actions[weight.tensor]
         found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
         reason = f"{self.decisions[weight.tensor].reason}: {_WORDS[action]}{shared}"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
-    def _action(self, weight: Weight) -> str:
-        """How a weight gets into the form that is written. Raises CheckpointError for a loss that was not asked for."""
-        have, form = weight.container, self.form
-        assert form is not None
-        if have is None:
-            return jobs.QUANTIZE
-        if have.same_codes(form):
-            return jobs.RENAME
-        if (have.kind, form.kind) == ("mxfp4", "nvfp4"):
-            return jobs.CAST
-        if (have.kind, form.kind) == ("fp8", "mxfp8"):
-            return jobs.CARRY
-        if not self.request.requantize:
-            raise CheckpointError(
-                f"{shown(weight.name)}: is {have} already, and {form} would have other values; say --requantize for that, "
-                "or start from the unquantized release"
-            )
-        return jobs.REQUANTIZE
+    def _actions(self) -> dict[str, str]:
+        """Tensor -> how its weight gets into the form that is written."""
+        if self.form is None:
+            return {}
+        groups: dict[str, set[str]] = defaultdict(set)
+        for tensor, weight in self.selected.items():
+            for name in layer_names(weight, self.form, self.config):
+                if name in self.groups:
+                    groups[self.groups[name]].add(tensor)
+        return actions_of(self.selected, groups, self.form, self.request)
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The exclusion list, and what loaders may trip over."""
+        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for them."""
         if self.form is None:
             return (), ()
         quantized = [w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())]

@@ -239,15 +239,21 @@ def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
 
 
 def expected(
-    tensors: Tensors, recipe: str, format: str, converted: Iterable[str], decoded: Iterable[str] = (), columns: bool = False
-) -> Loaded:
-    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is copied."""
+    tensors: Tensors, recipe: str, format: str, converted: Iterable[str], decoded: Iterable[str] = (), columns: bool = False,
+    input_scale: float | None = None,
+) -> Loaded:  # fmt: skip
+    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is copied.
+
+    input_scale: a multiplier, of formats that have it so.
+    """
     all_layers = layers(tensors, columns=columns, whole=format == "gpt-oss")
     chosen = {name: layer for tensor in converted for name, layer in all_layers[tensor].items()}
     result: Loaded = {}
     for name, layer in chosen.items():
         group = [chosen[other] for other in partners(name, chosen)]
         result |= outputs(name, format, recipe.partition("-")[0], rewritten(layer, group, recipe))
+        if input_scale is not None:
+            result[f"{name}.input_scale"] = ("F32", (), np.float32(input_scale).tobytes())
     for tensor in decoded:
         result |= numbers(tensor, all_layers[tensor], columns)
     gone = {part for tensor in (*converted, *decoded) for part in parts_of(tensor, tensors)}

@@ -1,9 +1,10 @@
-"""Requests that a plan refuses: quantized sources, recipes without a place, input scales out of range."""
+"""Requests that a plan refuses: sources of no known form, values that would change, recipes without a place, wrong options."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import make_plan
+from fp4kit.checkpoint.convert import convert
+from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.plan import make_plan
 
 
 def dense(tmp_path: Path) -> Path:
@@ -21,33 +24,71 @@ def dense(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("config", "what"),
+    ("config", "key"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "config.json: has quantization_config"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "config.json: has quantization_config"),
-        ({"compression_config": {"format": "int4"}}, "config.json: has compression_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config"),
+        ({"compression_config": {"format": "int4"}}, "compression_config"),
     ],
 )
-def test_source_that_declares_quantization(tmp_path: Path, config: dict[str, object], what: str) -> None:
+def test_source_that_declares_what_it_is_not(tmp_path: Path, config: dict[str, object], key: str) -> None:
     synthetic.write_model(tmp_path / "m", config, {"a.weight": synthetic.random("a", (16, 64))})
-    with refused(f"{what}: the source is quantized already; start from its unquantized release"):
+    with refused(f"config.json: has {key}, but no tensor is quantized; remove it from the source first"):
         make_plan(tmp_path / "m")
 
 
 def test_source_with_hf_quant_config(tmp_path: Path) -> None:
-    synthetic.dense(tmp_path / "m")
-    (tmp_path / "m" / "hf_quant_config.json").write_text("{}")
-    with refused("hf_quant_config.json: the source is quantized already"):
-        make_plan(tmp_path / "m")
+    root = dense(tmp_path)
+    (root / "hf_quant_config.json").write_text("{}")
+    with refused("hf_quant_config.json: is there, but no tensor is quantized; remove it from the source first"):
+        make_plan(root)
 
 
 @pytest.mark.parametrize(
     "name", ["a.weight_scale", "a.weight_scale_inv", "a.qweight", "a.weight_packed", "a.weight", "a.down_proj_blocks"]
 )
-def test_source_with_packed_tensors(tmp_path: Path, name: str) -> None:
+def test_source_of_no_known_form(tmp_path: Path, name: str) -> None:
     synthetic.write_model(tmp_path / "m", {}, {name: np.zeros((4, 4), np.uint8)})
-    with refused(f"{name}: packed weights or their scales; the source is quantized already"):
+    with refused(f"{name}: packed weights or their scales, of no form that is known here; start from the unquantized release"):
         make_plan(tmp_path / "m")
+
+
+FP8 = {"a.weight": np.zeros((256, 64), synthetic.E4M3)}
+NVFP4 = {"a.weight": np.zeros((8, 32), np.uint8), "a.weight_scale": np.zeros((8, 4), synthetic.E4M3)}
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {**FP8, "a.weight_scale_inv": np.ones((1, 1), np.float32)},  # 2 blocks of rows
+        {**FP8, "a.weight_scale_inv": np.ones((2, 1), synthetic.BF16)},
+        {**NVFP4, "a.weight_scale": np.zeros((8, 2), synthetic.E4M3), "a.weight_scale_2": np.ones((), np.float32)},
+        {**NVFP4, "a.weight_scale_2": np.ones(2, np.float32)},
+        NVFP4,  # without its tensor scale
+        {"a.weight_packed": np.zeros((8, 20), np.uint8), "a.weight_scale": np.zeros((8, 1), np.uint8)},  # K = 40
+        {"a_blocks": np.zeros((2, 8, 2, 8), np.uint8), "a_scales": np.zeros((2, 8, 2), np.uint8)},
+    ],
+    ids=["rows", "dtype", "columns", "two scales", "no scale", "half a block", "half a group"],
+)
+def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {**tensors, "b.weight": synthetic.random("b", (16, 64))})
+    with refused("of no form that is known here"):
+        make_plan(tmp_path / "m")
+
+
+def test_values_that_would_change(tmp_path: Path) -> None:
+    """Without --requantize, codes become no others."""
+    synthetic.deepseek_fp8(tmp_path / "fp8")
+    with refused("model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"):
+        make_plan(tmp_path / "fp8")
+    with refused("model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so that MXFP8 would have"):
+        convert(tmp_path / "fp8", tmp_path / "out", "mxfp8-te", format="sglang-mxfp8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_to_decode(tmp_path: Path) -> None:
+    with refused("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of"):
+        make_plan(dense(tmp_path), format="bf16")
 
 
 def test_null_declarations_and_similar_names_are_no_quantization(tmp_path: Path) -> None:
@@ -65,8 +106,9 @@ def test_unknown_recipe(tmp_path: Path) -> None:
     "recipe", ["nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "mxfp8-te-e5m2", "int4-modelopt", "nvfp4-torchao-single"]
 )
 def test_recipe_without_a_place(tmp_path: Path, recipe: str) -> None:
-    with refused(f"recipe {recipe}: has no place in a Model-Optimizer checkpoint; use one of nvfp4-te, "):
+    with refused(f"recipe {recipe}: has no place in a checkpoint; use one of nvfp4-te, ") as caught:
         make_plan(dense(tmp_path), recipe)
+    assert recipe not in str(caught.value).partition(";")[2].split(", ")
 
 
 def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
@@ -75,6 +117,28 @@ def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
     with refused("recipe nvfp4-te: changed from the one of that id; give it an id of its own"):
         make_plan(tmp_path / "m", changed)
     assert make_plan(tmp_path / "m", replace(changed, id="nvfp4-mine")).recipe.id == "nvfp4-mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"format": "gguf"}, f"format gguf: unknown; use one of {', '.join(FORMATS)}"),
+        ({"nonfinite": "drop"}, "nonfinite drop: unknown; use one of error, keep, saturate"),
+        ({"format": "sglang-mxfp8"}, "--format sglang-mxfp8 holds mxfp8 only, no nvfp4; use --format "),
+        ({"format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),
+    ],
+)
+def test_options_that_are_none(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with refused(text):
+        make_plan(dense(tmp_path), **options)
+
+
+def test_pair_that_no_engine_loads(tmp_path: Path) -> None:
+    """The way out works."""
+    with refused("--format modelopt with mxfp4: no engine is known to load it for dense models") as caught:
+        make_plan(dense(tmp_path), "mxfp4-ocp", format="modelopt")
+    assert "use --format compressed-tensors (" in str(caught.value)
+    assert make_plan(tmp_path / "m", "mxfp4-ocp", format="compressed-tensors").converted
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39])

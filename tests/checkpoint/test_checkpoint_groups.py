@@ -1,0 +1,142 @@
+"""Layers that share a tensor scale and are not stored alike: one scale for all of them, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from oracle import load
+from synthetic import refused
+
+from fp4kit.checkpoint.convert import convert
+
+CT = {"quant_method": "compressed-tensors"}
+
+
+def mxfp4(module: str, low: int, high: int) -> synthetic.Tensors:
+    """A layer of compressed-tensors' MXFP4, with exponents low <= e < high."""
+    codes, scales = synthetic.any_bytes(module, (8, 32)), synthetic.any_bytes(f"{module}s", (8, 2), low, high)
+    scales[0] = low, high - 1
+    return {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
+
+
+def nvfp4(module: str, scale: float) -> synthetic.Tensors:
+    """A layer of Model-Optimizer's NVFP4."""
+    scales = synthetic.any_bytes(module, (8, 4), 1, 0x7F).view(synthetic.E4M3)
+    codes = synthetic.any_bytes(module, (8, 32))
+    found: synthetic.Tensors = {f"{module}.weight": codes, f"{module}.weight_scale": scales}
+    return {**found, f"{module}.weight_scale_2": np.array(scale, np.float32)}
+
+
+def numbers(module: str, dtype: Any = ml_dtypes.bfloat16) -> synthetic.Tensors:
+    return {f"{module}.weight": synthetic.random(module, (8, 64), 0.3, np.dtype(dtype))}
+
+
+def written(tmp_path: Path, tensors: synthetic.Tensors, recipe: str = "nvfp4-te", **options: Any) -> tuple[oracle.Loaded, Any]:
+    synthetic.write_model(tmp_path / "m", {"quantization_config": CT}, tensors, lambda name: int("up_proj" in name))
+    report = convert(tmp_path / "m", tmp_path / "out", recipe, **{"format": "modelopt", **options})
+    return load(tmp_path / "out"), report
+
+
+MIXED = {
+    "MXFP4 beside numbers": {**numbers("mlp.gate_proj"), **mxfp4("mlp.up_proj", 120, 124)},
+    "NVFP4 beside numbers": {**numbers("mlp.gate_proj"), **nvfp4("mlp.up_proj", 0.01)},
+    "NVFP4 beside MXFP4": {**mxfp4("mlp.gate_proj", 120, 124), **nvfp4("mlp.up_proj", 0.01)},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
+    """Where one of a group is quantized, all are: under the amax of all. That is a loss, which has to be asked for."""
+    tensors = MIXED[name]
+    synthetic.write_model(tmp_path / "refused", {"quantization_config": CT}, tensors)
+    with refused("already, and shares a tensor scale with layers that are stored otherwise: mlp.(gate_proj|up_proj); say"):
+        convert(tmp_path / "refused", tmp_path / "out", format="modelopt")
+    loaded, report = written(tmp_path, tensors, requantize=True)
+    found = oracle.layers(tensors)
+    xs = {module: layer.x for layers in found.values() for module, layer in layers.items()}
+    shared = oracle.amax(xs.values())
+    for module, x in xs.items():
+        for tensor, value in oracle.outputs(module, "modelopt", "nvfp4", oracle.quantized(x, "nvfp4-te", shared)).items():
+            assert loaded.pop(tensor) == value
+    assert not loaded and report.actions["requantize"] >= 1
+
+
+@pytest.mark.parametrize(("low", "high", "exact"), [(110, 119, True), (105, 122, False), (120, 124, True)])
+def test_a_cast_is_exact_for_all_of_a_group_or_for_none(tmp_path: Path, low: int, high: int, exact: bool) -> None:
+    """gate alone is, and up alone; with 17 binades from the lowest of one to the highest of the other they still are."""
+    tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
+    loaded, report = written(tmp_path, tensors)
+    assert report.actions == ({"cast": 2} if exact else {"requantize": 2})
+    expected = oracle.expected(tensors, "nvfp4-te", "modelopt", ["mlp.gate_proj.weight_packed", "mlp.up_proj.weight_packed"])
+    assert loaded == expected
+    if exact:
+        for module in ("mlp.gate_proj", "mlp.up_proj"):
+            ((_, before),) = oracle.layers(tensors)[f"{module}.weight_packed"].items()
+            ((_, after),) = oracle.layers(oracle.arrays(loaded))[f"{module}.weight"].items()
+            assert np.array_equal(before.x.view(np.uint32), after.x.view(np.uint32))
+
+
+def test_17_binades_and_no_more(tmp_path: Path) -> None:
+    for span, exact in ((18, True), (19, False)):
+        folder = tmp_path / str(span)
+        folder.mkdir()
+        _, report = written(folder, {**mxfp4("a", 105, 105 + span)})
+        assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
+
+
+def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
+    """compressed-tensors rounds its divisor to the dtype of the weight; other recipes do not ask for it."""
+    tensors = {**numbers("mlp.gate_proj", np.float32), **numbers("mlp.up_proj")}
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    with refused("nvfp4-compressed-tensors rounds to the dtype of each: BF16, F32; use another recipe"):
+        convert(tmp_path / "m", tmp_path / "out", "nvfp4-compressed-tensors", format="compressed-tensors")
+    convert(tmp_path / "m", tmp_path / "out", "nvfp4-te", format="compressed-tensors")
+    names = [f"{name}.weight" for name in ("mlp.gate_proj", "mlp.up_proj")]
+    assert load(tmp_path / "out") == oracle.expected(tensors, "nvfp4-te", "compressed-tensors", names)
+
+
+def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
+    """Conversions one after the other, from a model of experts."""
+    synthetic.moe(tmp_path / "0")
+    found = []
+    for i, (recipe, format) in enumerate(steps):
+        convert(tmp_path / str(i), tmp_path / str(i + 1), recipe, format=format)
+        found.append(load(tmp_path / str(i + 1)))
+    return found
+
+
+def test_round_trip_of_nvfp4_names(tmp_path: Path) -> None:
+    """Codes and scales stay; a divisor is the reciprocal of a scale, and twice that is within 1 ulp; its own stays what it is."""
+    nvfp4_te = "nvfp4-te"
+    names = [(nvfp4_te, "modelopt"), (nvfp4_te, "compressed-tensors"), (nvfp4_te, "compressed-tensors"), (nvfp4_te, "modelopt")]
+    first, divided, again, last = _chain(tmp_path, *names)
+    assert divided == again
+    assert set(first) == set(last)
+    for name, (dtype, shape, data) in last.items():
+        if not name.endswith(".weight_scale_2"):
+            assert (dtype, shape, data) == first[name]
+        else:
+            ulp = np.frombuffer(data, np.int32) - np.frombuffer(first[name][2], np.int32)
+            assert abs(int(ulp[0])) <= 1
+
+
+def test_round_trip_of_mxfp8_names(tmp_path: Path) -> None:
+    first, other, last = _chain(tmp_path, ("mxfp8-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8"), ("mxfp8-te", "modelopt"))
+    assert first == last != other
+
+
+def test_round_trip_of_gpt_oss(tmp_path: Path) -> None:
+    """MXFP4 -> numbers -> MXFP4 by the recipe that it came from: the same bytes, and the same numbers again."""
+    synthetic.gpt_oss(tmp_path / "m", 96)
+    for name, before, format in (("a", "m", "gpt-oss"), ("b", "a", "bf16"), ("c", "b", "gpt-oss"), ("d", "c", "bf16")):
+        convert(tmp_path / before, tmp_path / name, "mxfp4-ocp", format=format)
+    assert load(tmp_path / "a") == load(tmp_path / "c")
+    assert load(tmp_path / "b") == load(tmp_path / "d")
+    numbers = {name: tensor[:2] for name, tensor in load(tmp_path / "b").items()}
+    assert numbers == {name: tensor[:2] for name, tensor in load(tmp_path / "m").items()}
