@@ -149,7 +149,8 @@ class _Run:
         """Group -> what its members hold together."""
         wanted = {job.key: job for job in all_jobs if job.is_measured}
         found = {key: one for key, one in self.journal.measured.items() if key in wanted}
-        self.tick(sum(wanted[key].nbytes_in for key in found))
+        for key in found:
+            self.tick(wanted[key].nbytes_in)
         for one in self._through(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
             self.journal.note_measured(one)
             found[one.key] = one
