@@ -25,7 +25,7 @@ from fp4kit.checkpoint.weights import SLAB_BYTES
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import nbytes_of
+from fp4kit.storage.safetensors_file import nbytes_of, read_header
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
@@ -118,6 +118,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
+    _check_planned(plan)
     key = key_of(plan.source, plan.request)
     with staging.staged_directory(target, options.resume) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
         stage.is_ours = True
@@ -125,6 +126,13 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         if key_of(plan.source, plan.request) != key:
             raise CheckpointError(f"{plan.source.root}: changed while it was converted; run again when nothing writes to it")
     return ConversionReport(plan, target, done)
+
+
+def _check_planned(plan: Plan) -> None:
+    """Raise CheckpointError for a source that is not as it was when it was planned."""
+    for file in plan.source.files:
+        if read_header(file.path, file.name) != file:
+            raise CheckpointError(f"{file.label}: changed since the conversion was planned; run again when nothing writes to it")
 
 
 def bytes_to_read(plan: Plan) -> int:
@@ -166,7 +174,8 @@ class _Run:
         """Group -> what its members hold together."""
         wanted = {job.key: job for job in all_jobs if job.is_measured}
         found = {key: one for key, one in self.journal.measured.items() if key in wanted}
-        self.tick(sum(wanted[key].nbytes_in for key in found))
+        for key in found:
+            self.tick(wanted[key].nbytes_in)
         for one in self._through(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
             self.journal.note_measured(one)
             found[one.key] = one

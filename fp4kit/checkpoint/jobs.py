@@ -17,7 +17,7 @@ import numpy as np
 from fp4kit.checkpoint.formats.container import VALUES, Container
 from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, columns_of, slabs, values_of
+from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, columns_of, not_numbers, slabs, values_of
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
@@ -102,7 +102,8 @@ class Job:
     @property
     def is_measured(self) -> bool:
         """Whether it is read first for what it holds."""
-        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or (self.action == DEQUANTIZE and self.nonfinite != "keep")
+        checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
+        return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
 
 
 class Measured(NamedTuple):
@@ -140,6 +141,8 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
+    if job.action == RENAME:
+        return Measured(job.key, nonfinite=not_numbers(job.weight, slab))
     amax, bad = amax_and_nonfinite(values_of(job.weight, slab))
     found = Measured(job.key, float(amax), bad)
     if job.action == CARRY and slab.scales is not None:

@@ -203,14 +203,16 @@ def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]
                 _remove(partial)
         raise
     finally:
+        if stage.published:  # not before: another run could take the directory for its own
+            for name in (JOURNAL, LOCK):
+                (destination / name).unlink(missing_ok=True)
         os.close(lock)
     sync_directory(destination.parent)
 
 
 def _publish(stage: Stage, destination: Path) -> None:
-    """Give a partial directory its name. The lock goes after that: no other run may take the directory for its own before."""
+    """Give a partial directory its name."""
     partial = stage.folder
-    (partial / JOURNAL).unlink(missing_ok=True)
     os.chmod(partial, 0o777 & ~_umask())
     for folder, _, _ in os.walk(partial):
         sync_directory(Path(folder))
@@ -219,7 +221,6 @@ def _publish(stage: Stage, destination: Path) -> None:
     _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
     os.rename(partial, destination)
     stage.published = True
-    (destination / LOCK).unlink(missing_ok=True)
 
 
 def _locked(partial: Path, destination: Path) -> int:

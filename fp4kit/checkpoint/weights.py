@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.decode import decode_rows
+from fp4kit.checkpoint.decode import decode_rows, scales_of
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
@@ -324,7 +324,8 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     if slab.values is not None:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
-    return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, also times 0
+        return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
@@ -335,3 +336,17 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     bits, wide = weight.container.element.bits, weight.container.block[1]
     codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
     return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
+
+
+def not_numbers(weight: Weight, slab: Slab) -> int:
+    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most all."""
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    element = weight.container.element
+    rows, columns = len(slab.codes), weight.shape[-1]
+    if slab.tensor_scale is not None and not np.isfinite(slab.tensor_scale):
+        return rows * columns
+    bad_scales = ~np.isfinite(scales_of(weight.container, slab.scales))
+    found = int(np.count_nonzero(bad_scales)) * prod(weight.container.block)
+    if element.bits == 8:
+        found += int(np.count_nonzero(~np.isfinite(element.values)[slab.codes]))
+    return min(found, rows * columns)

@@ -142,8 +142,9 @@ class TensorReader:
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        self._stream = file.path.open("rb", buffering=0)
-        if os.fstat(self._stream.fileno()).st_size != file.size:
+        self._stream = open(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # a pipe: no waiting
+        found = os.fstat(self._stream.fileno())
+        if found.st_size != file.size or not stat.S_ISREG(found.st_mode):
             self._stream.close()
             raise CheckpointError(
                 f"{file.label}: its size changed since its header was read; run again when nothing writes to it"

@@ -1,20 +1,24 @@
-"""Conversions that fail: before any work where possible, and never with anything left behind."""
+"""Conversions that fail: before any work where possible, and never with anything that looks finished."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import synthetic
+from kill_points import files_of
 from synthetic import refused
 
-from fp4kit.checkpoint import convert, make_plan, open_checkpoint, staging
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import Options, check, convert, execute
+from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint.plan import make_plan
+from fp4kit.checkpoint.selection import Wishes
+from fp4kit.storage.errors import CheckpointError
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -23,98 +27,88 @@ def test_nonfinite_values(tmp_path: Path, value: float, name: str) -> None:
     tensors = synthetic.dense(tmp_path / "m")
     shutil.rmtree(tmp_path / "m")
     tensors[name][1, 2:5] = value
-    synthetic.write_model(tmp_path / "m", {"num_hidden_layers": 2}, tensors)
-    with refused(f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source or leave it out"):
+    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
+    with refused(f"{name}: 3 of {tensors[name].size} values are NaN or infinite; repair the source, leave it out with --keep"):
         convert(tmp_path / "m", tmp_path / "out")
     _nothing_left(tmp_path)
-    report = convert(tmp_path / "m", tmp_path / "out", exclude=[name.removesuffix(".weight")])
+    layer = name.rsplit(".", 2)[0]
+    report = convert(tmp_path / "m", tmp_path / "out", wishes=Wishes(keep=(f"{layer}.*",)))
     assert name in open_checkpoint(report.destination).tensors
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
+def test_nonfinite_values_on_request(tmp_path: Path, nonfinite: str) -> None:
+    x = synthetic.random("a", (64, 64))
+    x[1, :3] = np.nan, np.inf, -np.inf
+    synthetic.write_model(tmp_path / "m", {}, {"model.layers.0.mlp.down_proj.weight": x})
+    for workers in (1, 2):
+        report = convert(tmp_path / "m", tmp_path / f"out{workers}", "mxfp4-ocp", format="compressed-tensors", nonfinite=nonfinite,
+                         options=Options(workers))  # fmt: skip
+        assert report.replaced == (3 if nonfinite == "saturate" else 0)
+    assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
 
 
 def test_subnormal_tensor_scale(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": np.full((16, 64), 1e-37, np.float32)})
     with refused("a.weight: tensor scale ") as caught:
         convert(tmp_path / "m", tmp_path / "out", "nvfp4-modelopt")
-    assert "not a positive normal float32; leave it out with --exclude" in str(caught.value)
+    assert "not a positive normal float32; leave it out with --keep" in str(caught.value)
     _nothing_left(tmp_path)
 
 
 def _nothing_left(folder: Path) -> None:
-    """The destination and its temporary directory are gone."""
+    """The destination and its partial directory are gone."""
     assert not [path.name for path in folder.iterdir() if path.name.startswith((".out", "out"))]
 
 
 class Boom(BaseException):
-    """Stands for Ctrl-C and the like: no Exception."""
+    """Stands for signals: no Exception."""
 
 
-@pytest.mark.parametrize("error", [Boom(), KeyboardInterrupt(), OSError("disk"), MemoryError()], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize(
-    "place",
-    [
-        "convert._amaxes",
-        "convert.quantize",
-        "convert.SafetensorsWriter.write",
-        "convert.SafetensorsWriter.finish",
-        "convert.tally",
-        "staging.copy_file",
-        "convert.dump_object",
-        "staging.sync_directory",
-        "staging.os.rename",
-    ],
-)
-def test_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
-    synthetic.dense(tmp_path / "m")
+PLACES = (
+    "jobs.amax_and_nonfinite", "rewrite.encoded.quantize", "jobs._Output.put", "jobs._Output.finish", "jobs.zlib.crc32",
+    "journal.Journal.note_measured", "journal.Journal.note_done", "convert._lay_out", "convert._digest", "convert.configs",
+    "convert.dump_object", "convert.manifest_of", "staging.copy_file", "staging.sync_directory", "staging.os.rename", "staging.os.chmod",
+)  # fmt: skip
+ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
+    """A verdict on the model leaves nothing; anything else leaves what can be gone on with."""
+    synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
+    whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
+    with monkeypatch.context() as patch:
+        _break(patch, place, error)
+        with pytest.raises(type(error)):
+            execute(plan, tmp_path / "out")
+    if isinstance(error, CheckpointError):
+        _nothing_left(tmp_path)
+    assert not (tmp_path / "out").exists()
+    partial = staging.partial_of(tmp_path / "out").exists()
+    assert partial == (not isinstance(error, CheckpointError))
+    execute(plan, tmp_path / "out", Options(resume=partial))
+    assert files_of(tmp_path / "out") == whole
 
+
+def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    module, *path, name = place.split(".")
-    owner: Any = importlib.import_module(f"fp4kit.checkpoint.{module}")
-    for part in path:
-        owner = getattr(owner, part)
-    monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(type(error)):
-        convert(tmp_path / "m", tmp_path / "out")
-    monkeypatch.undo()
-    _nothing_left(tmp_path)
-    assert make_plan(tmp_path / "m").bytes_out == plan.bytes_out
-
-
-def test_failure_half_way_leaves_nothing(tmp_path: Path) -> None:
-    """Raised from the progress callback at every tick in turn: after any tensor."""
-    synthetic.bert(tmp_path / "m")
-    ticks: list[int] = []
-    convert(tmp_path / "m", tmp_path / "first", progress=ticks.append)
-    for last in range(len(ticks)):
-        with pytest.raises(Boom):
-            convert(tmp_path / "m", tmp_path / "out", progress=_fail_at(last))
-        _nothing_left(tmp_path)
-
-
-def _fail_at(last: int) -> Callable[[int], None]:
-    count = iter(range(last + 1))
-
-    def tick(nbytes: int) -> None:
-        if next(count) == last:
-            raise Boom
-
-    return tick
+    patch.setattr(f"fp4kit.checkpoint.{place}", fail)
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "link"])
 def test_destination_that_exists(tmp_path: Path, kind: str) -> None:
     synthetic.bert(tmp_path / "m")
     out = tmp_path / "out"
-    make: dict[str, Callable[[], None]] = {
-        "directory": out.mkdir,
-        "file": out.touch,
-        "link": lambda: out.symlink_to("nowhere"),
-    }
+    make: dict[str, Callable[[], None]] = {"directory": out.mkdir, "file": out.touch, "link": lambda: out.symlink_to("nowhere")}
     make[kind]()
-    with refused("out: exists; name a new directory, or remove it first"):
-        convert(tmp_path / "m", out)
+    for call in (convert, lambda source, out: check(make_plan(source), out)):
+        with refused("out: exists; name a new directory, or remove it first"):
+            call(tmp_path / "m", out)
     assert os.path.lexists(out)
 
 
@@ -122,6 +116,13 @@ def test_destination_without_parent(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     with refused("its parent directory does not exist; create"):
         convert(tmp_path / "m", tmp_path / "a" / "out")
+
+
+def test_destination_below_a_loop_of_links(tmp_path: Path) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "loop").symlink_to("loop")
+    with refused("its parent directory does not exist; create"):
+        convert(tmp_path / "m", tmp_path / "loop" / "out")
 
 
 def test_destination_inside_source(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_source_inside_destination(tmp_path: Path) -> None:
         staging.check_destination(tmp_path / "out" / "m", tmp_path / "out")
 
 
-def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_space_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.bert(tmp_path / "m")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -149,18 +150,32 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _nothing_left(tmp_path)
 
 
-def test_left_over_temporary_directory(tmp_path: Path) -> None:
+def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.bert(tmp_path / "m")
-    left = tmp_path / f".out.partial-{os.getpid()}"
-    left.mkdir()
-    with refused("exists, left by a killed run; remove it"):
-        convert(tmp_path / "m", tmp_path / "out")
-    assert left.exists()
+    plan = make_plan(tmp_path / "m")
+    with monkeypatch.context() as patch:
+        _break(patch, "convert._digest", OSError("disk"))
+        with pytest.raises(OSError, match="disk"):
+            execute(plan, tmp_path / "out")
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    execute(plan, tmp_path / "out", Options(resume=True))
 
 
 def test_destination_that_appears_meanwhile(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     with refused("out: appeared while the conversion ran"):
-        convert(tmp_path / "m", tmp_path / "out", progress=lambda count: (tmp_path / "out").mkdir(exist_ok=True))
+        convert(tmp_path / "m", tmp_path / "out", options=Options(progress=lambda count: (tmp_path / "out").mkdir(exist_ok=True)))
     assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == ["out"]
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_partial_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.bert(tmp_path / "m")
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", fail)
+    with refused(".out.partial: cannot be created (Permission denied)"):
+        convert(tmp_path / "m", tmp_path / "out")

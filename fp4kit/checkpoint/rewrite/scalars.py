@@ -26,7 +26,8 @@ def put_scalars(job: Any, output: Any, tensor_scale: np.float32 | None, divisor:
 
 def put_tensor_scale(job: Any, output: Any, scale: np.float32, divisor: np.float32 | None = None) -> None:
     """Write a tensor scale; divisor: its reciprocal as the producer has it, where that is not 1 / scale rounded."""
-    stored = scale if not job.form.divides else divisor if divisor is not None else np.float32(1) / scale
+    with np.errstate(over="ignore", divide="ignore"):  # refused below
+        stored = scale if not job.form.divides else divisor if divisor is not None else np.float32(1) / scale
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; "

@@ -1,0 +1,70 @@
+"""A conversion on a dask cluster of real workers: cluster_cases.py SOURCE DESTINATION WHOLE. A scheduler and two worker processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from distributed import LocalCluster
+from kill_points import files_of
+
+from fp4kit.checkpoint import execution, staging
+from fp4kit.checkpoint.convert import Options, convert
+from fp4kit.checkpoint.execution import cluster, run_all
+from fp4kit.checkpoint.jobs import write
+from fp4kit.storage.errors import CheckpointError
+
+
+def die() -> None:
+    """End a worker."""
+    os._exit(1)
+
+
+def main() -> None:
+    """Convert, convert again, be interrupted and go on, fail, lose workers; the destination is a relative path."""
+    source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
+    local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
+    with local, cluster(local.scheduler_address) as executor:
+        pids = set(run_all(executor, os.getpid, [() for _ in range(20)]))
+        assert pids and os.getpid() not in pids
+        for _ in range(2):  # equal calls are done again, though dask may know their results
+            convert(source, out, options=Options(executor=executor))
+            assert files_of(out) == whole
+            shutil.rmtree(out)
+        try:
+            convert(source, out, options=Options(executor=executor, progress=_interrupt(16)))
+        except KeyboardInterrupt:
+            assert staging.partial_of(out).exists()
+        convert(source, out, options=Options(executor=executor, resume=True))
+        assert files_of(out) == whole
+        try:
+            list(run_all(executor, write, [(None, None)]))
+        except AttributeError:
+            print("errors come back")
+        try:
+            list(run_all(executor, die, [()]))
+        except ChildProcessError as error:
+            print(error)
+        print("workers:", len(pids))
+    execution._SECONDS = 1
+    try:
+        with cluster(local.scheduler_address):
+            pass
+    except CheckpointError as error:
+        print(error)
+
+
+def _interrupt(at: int):
+    count = iter(range(at))
+
+    def tick(nbytes: int) -> None:
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+
+    return tick
+
+
+if __name__ == "__main__":
+    main()

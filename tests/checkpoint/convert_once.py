@@ -1,0 +1,26 @@
+"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS [resume]. SIGTERM unwinds it, as in the command."""
+
+import os
+import signal
+import sys
+
+from fp4kit.checkpoint.convert import Options, convert
+from fp4kit.checkpoint.execution import cluster, run_all
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def main() -> None:
+    """Convert with workers of this machine, or with those of MPI where mpi4py.futures runs this."""
+    source, destination, workers, *resume = sys.argv[1:]
+    signal.signal(signal.SIGTERM, _stop)
+    with cluster() as executor:
+        report = convert(source, destination, options=Options(int(workers), executor, resume=bool(resume)))
+        others = set(run_all(executor, os.getpid, [()] * 50)) - {os.getpid()}
+    print(len(report.done), "jobs;", len(others), "other processes;", type(executor).__name__)
+
+
+if __name__ == "__main__":
+    main()

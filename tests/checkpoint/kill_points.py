@@ -1,0 +1,94 @@
+"""SIGKILL at points of a conversion: kill_points.py SOURCE FOLDER POINTS SEED. Prints how the runs ended.
+
+A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half are system calls.
+After each: the source is as it was; what has the destination's name is the whole result; and going on gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import Options, convert, execute
+from fp4kit.checkpoint.manifest import differences, file_digest, names_in
+from fp4kit.checkpoint.plan import Plan, make_plan
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """SHA-256 by name, manifest included."""
+    return {name: file_digest(folder / name) for name in [*names_in(folder), "fp4kit_manifest.json"] if (folder / name).exists()}
+
+
+def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> int:
+    """Calls of C functions during call; the process is killed at the one wanted."""
+    count = 0
+
+    def see(frame: Any, event: str, function: Any) -> None:
+        nonlocal count
+        if event != "c_call" or (of_system and getattr(function, "__module__", "") != "posix"):
+            return
+        if count == wanted:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    sys.setprofile(see)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
+    """Execute in a child that is killed."""
+    child = os.fork()
+    if child == 0:
+        counted(wanted, of_system, lambda: execute(plan, out))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def state_after(out: Path, whole: dict[str, str]) -> str:
+    """What a killed run left; then it is finished."""
+    partial = staging.partial_of(out)
+    if out.exists():
+        assert files_of(out) == whole and not partial.exists(), "not whole under its name"
+        return "whole"
+    if not partial.exists():
+        convert(out.parent / "m", out)
+        return "nothing"
+    convert(out.parent / "m", out, options=Options(resume=True))
+    return "partial"
+
+
+def main() -> None:
+    """Kill, look, go on, compare: at all points that are asked for."""
+    source, folder, points, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    shutil.copytree(source, folder / "m")
+    before, out = files_of(folder / "m"), folder / "out"
+    whole = files_of(convert(folder / "m", folder / "whole").destination)
+    plan, generator = make_plan(folder / "m"), random.Random(seed)
+    ends: Counter[str] = Counter()
+    for of_system in (False, True):
+        total = counted(None, of_system, lambda: execute(plan, folder / "count"))
+        shutil.rmtree(folder / "count")
+        for wanted in sorted(generator.sample(range(total), min(points // 2, total))):
+            kill_at(plan, out, wanted, of_system)
+            assert files_of(folder / "m") == before, "the source was touched"
+            ends[state_after(out, whole)] += 1
+            assert files_of(out) == whole and differences(out) == [], f"other bytes after a kill at {wanted} of {total}"
+            assert {path.name for path in folder.iterdir()} == {"m", "whole", "out"}
+            shutil.rmtree(out)
+    print(sum(ends.values()), "kills:", dict(ends))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Conversions whose weights a GPU quantizes: the bytes are those of the CPU."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import synthetic
+from kill_points import files_of
+from on_gpu import DEVICES, ON_GPU
+
+from fp4kit.checkpoint import jobs
+from fp4kit.checkpoint.convert import Options, convert, execute
+from fp4kit.checkpoint.plan import jobs_of, make_plan
+
+pytestmark = ON_GPU
+PLACES = (0, 1) if DEVICES > 1 else (0,)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt", "mxfp8-te"])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -> None:
+    """moe has experts of zeros too, dense an odd number of rows in the last slab."""
+    for model in ("moe", "dense"):
+        source = tmp_path / model
+        getattr(synthetic, model)(source)
+        if recipe == "mxfp8-te" and model == "dense":
+            continue  # K = 80
+        whole = files_of(convert(source, tmp_path / "cpu", recipe).destination)
+        with ThreadPoolExecutor(max(threads, 1)) as pool:
+            executor = pool if threads else None
+            convert(source, tmp_path / "gpu", recipe, options=Options(executor=executor, devices=PLACES))
+        assert files_of(tmp_path / "gpu") == whole
+        shutil.rmtree(tmp_path / "cpu")
+        shutil.rmtree(tmp_path / "gpu")
+
+
+def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.dense(tmp_path / "m")
+    plan, seen = make_plan(tmp_path / "m"), []
+    write = jobs.write
+
+    def noted(job: jobs.Job, *rest: object) -> jobs.Done:
+        if job.action == jobs.QUANTIZE:
+            seen.append(job.device)
+        return write(job, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(jobs, "write", noted)
+    execute(plan, tmp_path / "out", Options(devices=PLACES))
+    assert seen == [PLACES[i % len(PLACES)] for i in range(14)]
+    nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
+    assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == jobs.QUANTIZE] == [0, 1] * 7
