@@ -1,4 +1,4 @@
-"""Rewrite the generated parts of README.md: python tools/readme.py (tests/test_readme.py checks that nothing would change)."""
+"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that nothing would change)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.evidence.agreement import COLUMNS, agreement_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md")
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
@@ -45,7 +46,12 @@ def performance() -> str:
     return f"{report.heading(record)}.\n\n{markdown(report.SUMMARY_COLUMNS, report.summary(record, MEASURED))}"
 
 
-PARTS = {"recipes": recipes, "agreement": agreement, "performance": performance}
+def loaders() -> str:
+    """Which engine loads which container."""
+    return support.markdown()
+
+
+PARTS = {"recipes": recipes, "agreement": agreement, "performance": performance, "loaders": loaders}
 
 
 def with_output(text: str) -> str:
@@ -65,7 +71,7 @@ def rewritten(text: str) -> str:
     names = re.findall(r"<!-- generated: (.*?) -->", text)
     wrong = {name for name in names if name not in PARTS or names.count(name) > 1}
     if wrong:
-        raise ValueError(f"README.md: generated parts {sorted(wrong)}; needs {', '.join(PARTS)}, each at most once")
+        raise ValueError(f"generated parts {sorted(wrong)}; needs {', '.join(PARTS)}, each at most once")
     text = with_output(text)
     for name in names:
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -75,4 +81,5 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(rewritten(README.read_text()))
+    for page in PAGES:
+        page.write_text(rewritten(page.read_text()))

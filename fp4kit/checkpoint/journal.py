@@ -86,7 +86,7 @@ class Journal:
         if lines and lines[0].get("key") != key:
             raise CheckpointError(
                 f"{path.parent}: was begun from another source, with other options or by another version; "
-                "remove it with `fp4kit clean`, and start again"
+                "remove it with fp4kit convert --remove-stale, and start again"
             )
         os.ftruncate(self._file, end)
         for line in lines:

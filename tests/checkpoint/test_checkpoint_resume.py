@@ -318,7 +318,7 @@ def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Mode
     model.interrupt(5)
     text = model.journal.read_bytes()
     change(model)
-    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with `fp4kit"):
+    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with fp4kit convert --remove-stale"):
         model.convert(resume=True)
     assert model.journal.read_bytes() == text and shard(model).exists()
 
@@ -354,7 +354,7 @@ def test_nothing_to_resume(model: Model) -> None:
 
 def test_what_is_left_is_reported(model: Model) -> None:
     model.interrupt(5)
-    with refused(f".out.partial: left by an interrupted run; go on with --resume, or remove it with `fp4kit clean {model.out}`"):
+    with refused(f".out.partial: left by an interrupted run; go on with --resume, or remove it with fp4kit convert --remove-stale"):
         model.convert()
     model.resume()
 
