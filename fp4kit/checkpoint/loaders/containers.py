@@ -32,7 +32,6 @@ CONTAINERS: dict[str, Container] = {
         Container("sglang-mxfp8", "sglang-mxfp8", "mxfp8", 32, "dotted"),
         Container("gpt-oss", "gpt-oss", "mxfp4", 32, "mxfp4"),
         Container("deepseek-v4", "deepseek-v4", "mxfp4", 32),
-        Container("deepseek-v4 nvfp4", "deepseek-v4", "nvfp4", 16),
         Container("bf16", "bf16", None),
     )
 }

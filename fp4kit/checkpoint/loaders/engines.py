@@ -13,6 +13,9 @@ VERSIONS = {
     "compressed-tensors": "0.20.0",
     "Model-Optimizer": "0.47.0",
 }
+Status = Literal["loads", "fails", "wrong values", "unknown"]
+How = Literal["run", "read", ""]
+Severity = Literal["error", "warning"]
 SERVING = ("vLLM", "SGLang", "transformers")  # they run a model; the others are libraries that decode its tensors
 
 
@@ -27,7 +30,7 @@ class Finding:
 
     engine: str
     version: str
-    severity: Literal["error", "warning"]
+    severity: Severity
     subject: str  # a module, a tensor, a file, or "model"
     text: str
 
@@ -35,6 +38,6 @@ class Finding:
         return f"{self.engine} {self.version}: {self.subject}: {self.text}"
 
 
-def finding(engine: str, severity: Literal["error", "warning"], subject: str, text: str) -> Finding:
+def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
     """Return a Finding of an engine at its known version."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)

@@ -244,7 +244,7 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether a name is in ``modules_to_not_convert``.
 
     A pattern is an expression that matches from the start of the name up to the end of a part, or a plain suffix.
-    Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module.
+    Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module, which also mxfp8 and fp8 use.
     """
     if patterns is None:
         return False
@@ -322,7 +322,7 @@ READERS: Mapping[str, tuple[Reader, ...]] = {
     "compressed-tensors nvfp4-pack-quantized": _COMPRESSED_TENSORS,
     "compressed-tensors mxfp4-pack-quantized": _COMPRESSED_TENSORS,
     "compressed-tensors mxfp8-quantized": _COMPRESSED_TENSORS,
-    "sglang-mxfp8": (Reader("SGLang", sglang_mxfp8, SGLANG_FUSED),),
+    "sglang-mxfp8": (Reader("SGLang", sglang_mxfp8, SGLANG_FUSED), Reader("transformers", transformers_listed)),
     "gpt-oss": (Reader("vLLM", vllm_gpt_oss), Reader("transformers", transformers_mxfp4)),
     "deepseek-v4": (Reader("vLLM", vllm_deepseek_v4, linears=False),),
     "bf16": (),

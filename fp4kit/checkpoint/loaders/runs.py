@@ -6,9 +6,9 @@ replaces an earlier one.
 
 from __future__ import annotations
 
-from typing import Literal
+from fp4kit.checkpoint.loaders.engines import How, Status
 
-Row = tuple[tuple[str, ...], str, str, Literal["loads", "fails", "wrong values", "unknown"], Literal["run", "read", ""], str]
+Row = tuple[tuple[str, ...], str, str, Status, How, str]
 
 _NVFP4 = ("modelopt NVFP4", "modelopt W4A16_NVFP4")
 _MXFP8 = ("modelopt MXFP8",)
@@ -25,6 +25,7 @@ _HF = "dense moe deepseek_v3 vlm"  # families whose layers are linears of Huggin
 _NAMES = "its method, skipping, names, shapes and dtypes were run, not its values"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection hits that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
+_DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
 _NO_PACKED = "its attention alone was run packed; nothing is known to take its experts so"
 
 RUNS: tuple[Row, ...] = (
@@ -56,17 +57,23 @@ RUNS: tuple[Row, ...] = (
      "it has MXFP4 for experts only: loads if no other linear is quantized"),
     (_CT_MXFP4, "dense moe deepseek_v3", "transformers", "loads", "run", ""),
     (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
+    (_CT_MXFP8, "dense", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "moe deepseek_v3", "transformers", "fails", "run",
+     "it multiplies experts by their scales as if there were no blocks"),
+    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
     (_SGLANG_MXFP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "run", ""),
     (_SGLANG_MXFP8, "llama", "SGLang", "wrong values", "read",
      "the loader of Llama renames weight_scale_inv to weight_scale and finds no parameter (llama.py:723)"),
+    (_SGLANG_MXFP8, "dense llama moe deepseek_v3", "transformers", "loads", "run", _DEQUANTIZED),
     (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method wants weight_scale and reads ignored_layers alone"),
     (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
     (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size has to be a multiple of 32"),
-    (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", "with Mxfp4Config(dequantize=True) where there is no GPU"),
+    (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", _DEQUANTIZED),
     (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces the experts of gpt_oss alone"),
     (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json has to say expert_dtype fp4"),
-    (("deepseek-v4 nvfp4",), "deepseek_v4", "vLLM", "loads", "read", "quantization_config has to say moe_quant_algo NVFP4"),
+    (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
     (_BF16, _HF, "vLLM", "loads", "read", ""),
     (_BF16, _HF, "SGLang", "loads", "read", ""),
-    (_BF16, f"{_HF} gpt_oss", "transformers", "loads", "read", ""),
+    (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss", "transformers", "loads", "run", ""),
+    (_BF16, "vlm", "transformers", "loads", "read", ""),
 )  # fmt: skip

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Container, container
-from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, named
+from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
 from fp4kit.checkpoint.loaders.runs import RUNS
-
-Status = Literal["loads", "fails", "wrong values", "unknown"]
 
 FAMILIES = ("dense", "llama", "moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
 _FAMILY_OF = {
@@ -36,7 +34,7 @@ class Cell:
     """What one engine does with a container: ``how`` that is known ("run", "read", or "" if it is not), and a note."""
 
     status: Status
-    how: Literal["run", "read", ""] = ""
+    how: How = ""
     note: str = ""
 
 
@@ -123,8 +121,8 @@ def refusal(format: str, kind: str, family: str) -> str | None:
         return f"--format {format} holds {holds} only, no {kind}; {_way_out(kind, family)}"
     if target.kind is None or engines_for(target.id, family):
         return None
-    why = [f"{engine} {VERSIONS[engine]}: {cell(target.id, family, engine).note}" for engine in SERVING
-           if cell(target.id, family, engine).note]  # fmt: skip
+    notes = ((engine, cell(target.id, family, engine).note) for engine in SERVING)
+    why = [f"{engine} {VERSIONS[engine]}: {note}" for engine, note in notes if note]
     reasons = f" ({'; '.join(why)})" if why else ""
     return f"--format {format} with {kind}: no engine is known to load it for {family} models{reasons}; {_way_out(kind, family)}"
 
@@ -156,7 +154,8 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
     for engine in VERSIONS:
         found = cell(container_id, families[0], engine)
         mark = f" [{notes.setdefault(found.note, len(notes) + 1)}]" if found.note else ""
-        cells.append("?" if found.status == "unknown" and not mark else f"{found.status}{' (read)' * (found.how == 'read')}{mark}")
+        status = "?" if found.status == "unknown" else found.status
+        cells.append(f"{status}{' (read)' * (found.how == 'read')}{mark}")
     return f"| {container_id} | {', '.join(families)} | {' | '.join(cells)} |"
 
 

@@ -1,0 +1,161 @@
+"""What engines require of the configuration of a quantized checkpoint: config.json and hf_quant_config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.engines import Finding, finding
+
+_METHODS = {"modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "mxfp8", "gpt-oss": "mxfp4"}
+_READER = {"sglang-mxfp8": "SGLang"}  # whose demand it is; vLLM's, where it is not named
+_CONFIG, _HF = "config.json", "hf_quant_config.json"
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``quantization_config`` of config.json, empty if there is none."""
+    return _section(config, "quantization_config")
+
+
+def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the ``config_groups`` of a config.json."""
+    found = quantization_config(config).get("config_groups")
+    return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
+
+
+def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
+    """Return whether compressed-tensors stores a scale of the inputs: a group has some that are not wholly dynamic."""
+    inputs = [_section(group, "input_activations") for group in groups(config)]
+    stored = any(each and each.get("dynamic") is not True for each in inputs)
+    return stored and container == "compressed-tensors nvfp4-pack-quantized"
+
+
+def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding if ``quant_method`` leads an engine elsewhere."""
+    used = CONTAINERS[container].format
+    needed = _METHODS.get(used)
+    method = str(quantization_config(config).get("quant_method", ""))
+    matches = method.lower().startswith("modelopt") if used == "modelopt" else method == needed
+    if needed and not matches:
+        text = f"quantization_config.quant_method is {method!r}; {needed!r} is needed"
+        yield finding(_READER.get(used, "vLLM"), "error", _CONFIG, text)
+
+
+def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    section = quantization_config(config)
+    algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
+    text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
+    if str(algo).upper() != needed.upper():
+        yield finding("vLLM", "error", _CONFIG, text)
+    if algo != needed:
+        yield finding("SGLang", "error", _CONFIG, text)  # it minds the case
+    inputs = [_section(group, "input_activations") for group in groups(config)]
+    if container == "modelopt NVFP4" and inputs and not any(inputs):
+        text = "no group of config_groups has input_activations: NVFP4 is taken for W4A16_NVFP4, and input_scale is not used"
+        yield finding("vLLM", "warning", _CONFIG, text)
+    yield from _group_size(container, section)
+
+
+def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
+    size, needed = section.get("group_size"), CONTAINERS[container].group_size
+    if size is not None and size != needed:
+        for engine in ("vLLM", "SGLang"):
+            yield finding(engine, "error", _CONFIG, f"quantization_config.group_size is {size!r}; the tensors have {needed}")
+
+
+_CT_WEIGHTS: dict[str, dict[str, Any]] = {
+    "compressed-tensors nvfp4-pack-quantized": {"strategy": "tensor_group", "num_bits": 4, "group_size": 16},
+    "compressed-tensors mxfp4-pack-quantized": {"strategy": "group", "num_bits": 4, "group_size": 32},
+    "compressed-tensors mxfp8-quantized": {"strategy": "group", "num_bits": 8, "group_size": 32},
+}
+
+
+def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    needed_format = container.removeprefix("compressed-tensors ")
+    if (found := quantization_config(config).get("format")) != needed_format:
+        yield finding("vLLM", "error", _CONFIG, f"quantization_config.format is {found!r}; the tensors are {needed_format!r}")
+    needed = {**_CT_WEIGHTS[container], "type": "float", "symmetric": True}
+    if not groups(config):
+        yield finding("vLLM", "error", _CONFIG, "quantization_config has no config_groups; no layer would be quantized")
+    for group in groups(config):
+        weights = _section(group, "weights")
+        wrong = [f"{key} is {weights.get(key)!r} ({value!r})" for key, value in needed.items() if weights.get(key) != value]
+        if wrong:
+            text = f"weights of config_groups: {', '.join(wrong)}: no scheme for what the tensors are (in brackets)"
+            yield finding("vLLM", "error", _CONFIG, text)
+
+
+def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    if config.get("model_type") != "gpt_oss":
+        text = f"model_type is {config.get('model_type')!r}; blocks and scales are read for 'gpt_oss' alone"
+        yield finding("vLLM", "error", _CONFIG, text)
+
+
+def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
+    method = quantization_config(config).get("quant_method")
+    for key, value, needed in (
+        ("model_type", config.get("model_type"), "deepseek_v4"),
+        ("quantization_config.quant_method", method, "fp8"),
+        ("expert_dtype", config.get("expert_dtype", "fp4"), "fp4"),
+    ):
+        if value != needed:
+            yield finding("vLLM", "error", _CONFIG, f"{key} is {value!r}; {needed!r} is needed")
+
+
+_CHECKS = {
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+    "gpt-oss": _gpt_oss,
+    "deepseek-v4": _deepseek_v4,
+}
+
+
+def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what is wrong with hf_quant_config.json of a Model-Optimizer checkpoint."""
+    section = _section(nested, "quantization")
+    needed = ("kv_cache_quant_algo", "exclude_modules")
+    keys = (*needed, "group_size") if "NVFP4" in container else needed
+    missing = [key for key in keys if key not in section]
+    if missing:
+        yield finding("vLLM", "error", _HF, f"quantization lacks {', '.join(missing)}; loading fails without")
+    outer = quantization_config(config)
+    pairs = (("quant_algo", "quant_algo"), ("exclude_modules", "ignore"))
+    for key, other in pairs:
+        mine, theirs = section.get(key), outer.get(other)
+        if mine is not None and theirs is not None and mine != theirs:
+            text = f"quantization.{key} differs from {other} of {_CONFIG}; which of the two counts depends on the engine"
+            yield finding("vLLM", "warning", _HF, text)
+
+
+def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding if an FP8 KV cache is declared of which no scales are there."""
+    scheme = _section(quantization_config(config), "kv_cache_scheme")
+    declared = scheme.get("num_bits") == 8 or _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
+    if declared and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
+        yield finding("vLLM", "warning", _CONFIG, "an FP8 KV cache is declared, but no k_scale or v_scale is stored")
+
+
+def findings(
+    container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
+) -> list[Finding]:
+    """Return what engines require of the configuration of a checkpoint in ``container`` and do not find.
+
+    config: config.json; hf_quant_config: that file, if there is one; tensors: the names of all tensors.
+    """
+    used = CONTAINERS[container].format
+    found = list(_method(container, config))
+    if used in _CHECKS:
+        found.extend(_CHECKS[used](container, config))
+    if hf_quant_config is not None and used == "modelopt":
+        found.extend(_nested(container, config, hf_quant_config))
+    elif hf_quant_config is not None:
+        text = f"is left over from another format; {used} checkpoints have none"
+        found.append(finding("vLLM", "warning", _HF, text))
+    found.extend(_kv_cache(config, hf_quant_config or {}, tensors))
+    return found
