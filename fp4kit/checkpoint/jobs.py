@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -27,6 +27,27 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
 )  # fmt: skip
 PIECE = 16 << 20  # bytes of a copied tensor that are in memory at a time
+
+
+class Sink(Protocol):
+    """What takes the bytes of a job."""
+
+    def has(self, part: str) -> bool:
+        """Whether a part is wanted."""
+
+    def put(self, part: str, array: Any) -> None:
+        """Take the next bytes of a part."""
+
+
+def action_of(have: Container | None, form: Container | None) -> str:
+    """How a weight that is stored in one form gets into another; None: numbers."""
+    if have is None:
+        return COPY if form is None else QUANTIZE
+    if form is None:
+        return DEQUANTIZE
+    if have.same_codes(form):
+        return RENAME
+    return {("mxfp4", "nvfp4"): CAST, ("fp8", "mxfp8"): CARRY}.get((have.kind, form.kind), REQUANTIZE)
 
 
 class Target(NamedTuple):
@@ -147,31 +168,36 @@ def join_group(found: list[Measured]) -> Measured:
 def write(job: Job, shared: Measured | None) -> Done:
     """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
     with Readers() as readers, _Output(job.targets) as output:
-        if isinstance(job.source, Located):
-            _copy(job.source, readers, output)
-            return Done(job.key, output.finish(), job.action)
-        action, replaced = job.action, 0
-        if action == DEQUANTIZE:
-            _dequantize(job, readers, output)
-        elif action == RENAME:
-            renamed.write(job, readers, output)
-        elif action == CARRY and shared is not None and shared.exact:
-            carried.write(job, readers, output)
-        elif action == CAST and shared is not None and cast.is_exact(shared.low, shared.high):
-            cast.write(job, readers, output, shared.high)
-        else:
-            action = REQUANTIZE if action != QUANTIZE else action
-            assert shared is not None
-            replaced = encoded.write(job, readers, output, np.float32(shared.amax))
+        action, replaced = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), action, replaced)
 
 
-def _copy(source: Located, readers: Readers, output: _Output) -> None:
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> tuple[str, int]:
+    """Make the bytes of a job and put them into output; returns the action as it was, and how many NaN and inf were replaced."""
+    action, replaced = job.action, 0
+    if isinstance(job.source, Located):
+        _copy(job.source, readers, output)
+    elif action == DEQUANTIZE:
+        _dequantize(job, readers, output)
+    elif action == RENAME:
+        renamed.write(job, readers, output)
+    elif action == CARRY and shared is not None and shared.exact:
+        carried.write(job, readers, output)
+    elif action == CAST and shared is not None and cast.is_exact(shared.low, shared.high):
+        cast.write(job, readers, output, shared.high)
+    else:
+        action = REQUANTIZE if action != QUANTIZE else action
+        assert shared is not None
+        replaced = encoded.write(job, readers, output, np.float32(shared.amax))
+    return action, replaced
+
+
+def _copy(source: Located, readers: Readers, output: Sink) -> None:
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
-def _dequantize(job: Job, readers: Readers, output: _Output) -> None:
+def _dequantize(job: Job, readers: Readers, output: Sink) -> None:
     """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, matrix by matrix."""
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     parts = (_rounded(values_of(job.weight, slab), dtype) for slab in slabs(readers, job.weight, job.expert, job.span))

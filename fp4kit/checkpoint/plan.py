@@ -281,22 +281,13 @@ class _Planner:
 
     def _action(self, weight: Weight) -> str:
         """How a weight gets into the form that is written. Raises CheckpointError for a loss that was not asked for."""
-        have, form = weight.container, self.form
-        assert form is not None
-        if have is None:
-            return jobs.QUANTIZE
-        if have.same_codes(form):
-            return jobs.RENAME
-        if (have.kind, form.kind) == ("mxfp4", "nvfp4"):
-            return jobs.CAST
-        if (have.kind, form.kind) == ("fp8", "mxfp8"):
-            return jobs.CARRY
-        if not self.request.requantize:
+        action = jobs.action_of(weight.container, self.form)
+        if action == jobs.REQUANTIZE and not self.request.requantize:
             raise CheckpointError(
-                f"{shown(weight.name)}: is {have} already, and {form} would have other values; say --requantize for that, "
-                "or start from the unquantized release"
+                f"{shown(weight.name)}: is {weight.container} already, and {self.form} would have other values; say --requantize "
+                "for that, or start from the unquantized release"
             )
-        return jobs.REQUANTIZE
+        return action
 
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The exclusion list, and what loaders may trip over."""

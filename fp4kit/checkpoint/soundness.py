@@ -1,0 +1,122 @@
+"""What is wrong with a checkpoint by itself: tensors of no known form, scales that decode to nothing, and what loaders say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source
+from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
+from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container
+from fp4kit.checkpoint.loaders import exclusions, required
+from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.matchers import READERS
+from fp4kit.checkpoint.plan import looks_quantized
+from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection import Wishes, decide
+from fp4kit.checkpoint.statistics import Tally
+from fp4kit.checkpoint.weights import Weight
+from fp4kit.storage.json_object import load_object
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip, or ""."""
+
+    severity: str
+    subject: str
+    text: str
+    loader: str = ""
+
+
+def strange_tensors(model: Source, weights: Mapping[str, Weight]) -> Iterator[Issue]:
+    """Yield an issue for every tensor that looks like codes or scales and is part of no layer of a known form."""
+    parts = {part.entry.name for weight in weights.values() if weight.container for part in weight.parts.values()}
+    for name, (_, entry) in model.tensors.items():
+        if name not in parts and looks_quantized(entry):
+            yield Issue("error", name, f"{entry.dtype} {list(entry.shape)}: codes or scales of no form that is known here")
+
+
+_FACTS = (
+    ("nan_codes", "error", "{} codes are NaN"),
+    ("nan_scales", "error", "{} block scales are NaN or infinite: their blocks decode to that"),
+    ("negative_scales", "error", "{} block scales are negative: their blocks decode with the wrong sign"),
+    ("zero_scales", "warning", "{} block scales are zero over codes that are not: those values are lost"),
+    ("nonfinite", "warning", "{} values of the source are NaN or infinite"),
+    ("flushed_blocks", "warning", "{} blocks are zeros, but are not in the source: their scales underflow"),
+)  # fmt: skip
+
+
+def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
+    """Yield what the numbers of a layer tell."""
+    for fact, severity, text in _FACTS:
+        count = getattr(tally, fact)
+        if count:
+            yield Issue(severity, name, text.format(count))
+
+
+def loader_issues(model: Source, weights: Mapping[str, Weight], tensor_scales: Mapping[str, float]) -> list[Issue]:
+    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number, as stored."""
+    form = _form(weights.values())
+    name = "bf16" if form is None else _container_id(form, weights.values(), model.config)
+    if name not in required.REQUIRED:
+        return [Issue("warning", "model", f"{name}: of this form of checkpoint no loader is known here")]
+    tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
+    path = model.root / HF_QUANT_CONFIG
+    beside = load_object(path, HF_QUANT_CONFIG) if path.is_file() and not path.is_symlink() else None
+    found = [*required.findings(name, tensors, tensor_scales, model.config, beside), *_exclusions(model, weights, name, form)]
+    return [_issue(one) for one in found]
+
+
+def _issue(found: Finding) -> Issue:
+    return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
+
+
+def _form(weights: Iterable[Weight]) -> Container | None:
+    """The container of most layers, of those that loaders know if there are any; None without a quantized layer."""
+    counts = Counter(weight.container for weight in weights if weight.container is not None)
+    known = {form: count for form, count in counts.items() if form.format} or counts
+    return max(known, key=lambda form: known[form], default=None)
+
+
+def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+    """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have it."""
+    declared = config.get("quantization_config")
+    algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
+    if algo in ("NVFP4", "W4A16_NVFP4"):
+        return container_id(form, algo == "NVFP4")
+    have = [INPUT_SCALE in weight.parts for weight in weights if weight.container is form]
+    return container_id(form, 2 * sum(have) > len(have))
+
+
+def _exclusions(model: Source, weights: Mapping[str, Weight], name: str, form: Container | None) -> Iterator[Finding]:
+    """Yield what engines get wrong by the exclusion list."""
+    declared = model.config.get("quantization_config")
+    if form is None or not READERS.get(name) or form.format not in SYNTAX or not isinstance(declared, Mapping):
+        return
+    try:
+        patterns = exclusions.listed(SYNTAX[form.format], declared)
+    except ValueError as error:
+        patterns = ()
+        for reader in READERS[name]:
+            yield exclusions.finding(reader.engine, "error", "config.json", str(error))
+    converted = [weight.name for weight in weights.values() if weight.container is not None]
+    yield from exclusions.check(name, patterns, _unquantized(model, weights, form), converted)
+
+
+def _unquantized(model: Source, weights: Mapping[str, Weight], form: Container) -> list[str]:
+    """Linear layers and stacks of experts that are plain numbers, which engines ask the exclusion list about."""
+    facts = model_facts(model.config)
+    parts = {part.entry.name for weight in weights.values() if weight.container for part in weight.parts.values()}
+    found = []
+    for name, (_, entry) in model.tensors.items():
+        weight = weights.get(name)
+        if name not in parts and weight is None:
+            found.append(candidate(name, entry.dtype, entry.shape, facts))
+        elif name not in parts and weight is not None:
+            found.append(Candidate(name, weight.name, weight.dtype, weight.shape, facts))
+    modules = {one.name: one.module for one in found}
+    decisions = decide(found, Wishes(), form.group_size)
+    return [modules[name] for name, decision in decisions.items() if decision.converted or decision.listed]

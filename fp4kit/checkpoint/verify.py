@@ -1,0 +1,311 @@
+"""Verify a checkpoint: its files, what it stores, what loaders would make of it, and its bytes against the source."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint import reencode
+from fp4kit.checkpoint.execution import executor_of, run_all
+from fp4kit.checkpoint.files import Source, open_source
+from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
+from fp4kit.checkpoint.journal import header_digest
+from fp4kit.checkpoint.manifest import differences, load_manifest
+from fp4kit.checkpoint.reencode import Check, Checked, Settings
+from fp4kit.checkpoint.soundness import Issue, loader_issues, stored_issues, strange_tensors
+from fp4kit.checkpoint.statistics import Tally, total
+from fp4kit.checkpoint.weights import Located, Readers, Weight, located, tensor_scale_of, weights_of
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.recipes.data import from_data
+from fp4kit.storage.errors import CheckpointError, shown
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """How it is executed; the report does not depend on it. As convert.Options; progress: of Verification.nbytes."""
+
+    workers: int = 1
+    executor: Executor | None = None
+    devices: Sequence[int] = ()
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.workers) is not int or self.workers < 1:
+            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of processes, at least 1, is needed")
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One quantized layer or stack, or one that was decoded from such. format: of what is stored.
+
+    action: how it was made anew, "" if it was not. codes, scales, others: bytes that differ from that, of bytes compared; others
+        are tensor and input scales, and numbers. tensor_scale: multiplies; of a stack, that of its first expert.
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    action: str
+    codes: tuple[int, int]
+    scales: tuple[int, int]
+    others: tuple[int, int]
+    tensor_scale: float | None
+    tally: Tally
+
+    @property
+    def differing(self) -> int:
+        """Bytes that differ."""
+        return self.codes[0] + self.scales[0] + self.others[0]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found. manifest: "equal", "differs" or "none". recipe: with which layers were made anew, None without.
+
+    copied: tensors that are compared with the source as they are; changed: those that differ, with the count of bytes.
+    """
+
+    path: Path
+    source: Path | None
+    recipe: str | None
+    formats: tuple[str, ...]
+    manifest: str
+    layers: tuple[LayerReport, ...]
+    copied: int
+    changed: tuple[tuple[str, int], ...]
+    issues: tuple[Issue, ...]
+
+    @cached_property
+    def total(self) -> Tally:
+        """Of all layers."""
+        return total(layer.tally for layer in self.layers)
+
+    @property
+    def errors(self) -> int:
+        """Issues that are errors."""
+        return sum(issue.severity == "error" for issue in self.issues)
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong: no error, no byte that differs; warnings may be there."""
+        return not self.errors
+
+    def as_data(self) -> dict[str, Any]:
+        """The report in the types of JSON, but for infinities and paths."""
+        layers = [{**asdict(layer), "differing": layer.differing, "sqnr_db": layer.tally.sqnr_db} for layer in self.layers]
+        whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
+        return {**asdict(self), "clean": self.clean, "errors": self.errors, "total": whole, "layers": layers}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verification that has read headers and configs alone. issues: what these tell."""
+
+    model: Source
+    source: Source | None
+    settings: Settings
+    checks: tuple[Check, ...]
+    copies: tuple[tuple[Located, Located], ...]
+    issues: tuple[Issue, ...]
+    weights: Mapping[str, Weight] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that will be read, of source tensors, or of those of the checkpoint without a source."""
+        return sum(check.nbytes for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
+
+
+def verify(
+    destination: str | Path,
+    source: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    options: VerifyOptions | None = None,
+) -> VerifyReport:
+    """Return what is wrong with the checkpoint in the directory ``destination``.
+
+    source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group that shares a
+        tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
+    recipe: of quantized layers; by default the one that the checkpoint records.
+    Raises CheckpointError for directories that cannot be opened. Memory does not grow with the model.
+    """
+    return execute(prepare(destination, source, recipe, options), options)
+
+
+def prepare(
+    destination: str | Path,
+    source: str | Path | None = None,
+    recipe: str | Recipe | None = None,
+    options: VerifyOptions | None = None,
+) -> Verification:
+    """Read headers and configs of both, match their layers, and see what loaders would say; see verify."""
+    model = open_source(Path(destination))
+    weights = weights_of(model.tensors, model.config)
+    issues = [*strange_tensors(model, weights), *loader_issues(model, weights, _tensor_scales(weights.values()))]
+    if source is None:
+        checks = tuple(reencode.checks_of(weights.values(), {}, Settings()))
+        return Verification(model, None, Settings(), checks, (), tuple(issues), weights)
+    original = open_source(Path(source))
+    settings, said = _settings(model, recipe, options or VerifyOptions())
+    pairs = _Pairs(model, original, weights, settings)
+    found = (*issues, *said, *_other_source(model, original), *pairs.issues())
+    return Verification(model, original, settings, pairs.checks, pairs.copies, found, weights)
+
+
+def _tensor_scales(weights: Iterable[Weight]) -> dict[str, float]:
+    """Name -> number of the tensor scales of single layers, as they are stored."""
+    places = [w.parts[TENSOR_SCALE] for w in weights if TENSOR_SCALE in w.parts and len(w.shape) == 2]
+    with Readers() as readers:
+        return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
+
+
+def _settings(model: Source, wanted: str | Recipe | None, options: VerifyOptions) -> tuple[Settings, list[Issue]]:
+    """How the checkpoint was made, as its manifest and its config say."""
+    manifest = load_manifest(model.root) or {}
+    request = manifest.get("request")
+    request = request if isinstance(request, dict) else {}
+    declared = model.config.get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, dict) else None
+    said = request.get("recipe") or (own.get("recipe") if isinstance(own, dict) else None)
+    issues = []
+    found = None if wanted is None else recipe(wanted)
+    if found is None and said is not None:
+        try:
+            found = from_data(said)
+        except (ValueError, TypeError) as error:
+            issues.append(Issue("warning", "config.json", f"its recipe is not known here: {error}"))
+    scale, nonfinite = request.get("input_scale"), request.get("nonfinite")
+    scale = float(scale) if isinstance(scale, (int, float)) else None
+    devices = tuple(options.devices) or (None,)
+    return Settings(found, scale, "saturate" if nonfinite == "saturate" else "keep", devices), issues
+
+
+def _other_source(model: Source, original: Source) -> list[Issue]:
+    """Files of the source that are not those that the manifest names."""
+    facts = (load_manifest(model.root) or {}).get("source")
+    if not isinstance(facts, dict):
+        return []
+    now = {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in original.files}
+    names = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
+    return [Issue("warning", name, "is not the file of the source that was converted: size or header differ") for name in names]
+
+
+class _Pairs:
+    """What of a checkpoint was made of what of its source. checks: quantized and decoded layers; copies: all others."""
+
+    def __init__(self, model: Source, original: Source, weights: Mapping[str, Weight], settings: Settings) -> None:
+        self._model, self._original, self._weights = model, original, weights
+        self._sources = weights_of(original.tensors, original.config)
+        stored = {weight.name: weight for weight in weights.values()}
+        found = list(reencode.origins(stored, self._sources.values(), original.config))
+        self._origins = {(origin.stored.name, origin.expert): origin for origin in found}
+        self.checks = tuple(reencode.checks_of(weights.values(), self._origins, settings))
+        self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
+        self._used = {p.entry.name for check in self.checks if check.origin for p in check.origin.source.parts.values()}
+        self._alike, self._unlike = self._copied()
+        self.copies = tuple(self._alike.values())
+
+    def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
+        """Tensors that both have under one name, and what is wrong with those that cannot be compared."""
+        alike, unlike = {}, {}
+        for name, (file, entry) in self._model.tensors.items():
+            if name in self._made or name not in self._original.tensors:
+                continue
+            other_file, other = self._original.tensors[name]
+            if (entry.dtype, entry.shape) == (other.dtype, other.shape):
+                alike[name] = located(file, entry), located(other_file, other)
+            else:
+                unlike[name] = f"is {entry.dtype} {list(entry.shape)}; the source has {other.dtype} {list(other.shape)}"
+        return alike, unlike
+
+    def issues(self) -> list[Issue]:
+        """Layers and tensors that only one of them has, and layers that cannot be made anew."""
+        strange = [check.stored.name for check in self.checks if check.origin is None]
+        extra = [name for name in self._model.tensors if name not in self._made and name not in self._original.tensors]
+        known = {*self._used, *self._alike, *self._unlike}
+        missing = [name for name in self._original.tensors if name not in known]
+        found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
+        found += [Issue("error", name, "is in the source, and not here") for name in missing]
+        found += [Issue("error", name, text) for name, text in self._unlike.items()]
+        whys = Counter(check.why for check in self.checks if check.why)
+        found += [Issue("warning", "model", f"{n} layers are not made anew: {why}; say --recipe") for why, n in whys.items()]
+        return found
+
+
+def execute(prepared: Verification, options: VerifyOptions | None = None) -> VerifyReport:
+    """Do what was prepared; see verify."""
+    options = options or VerifyOptions()
+    tick: Progress = options.progress or (lambda count: None)
+    with executor_of(options.executor, options.workers) as executor:
+        found = []
+        for one in reencode.run(prepared.checks, executor):
+            tick(one.check.nbytes)
+            found.append(one)
+        changed = []
+        for stored, count in run_all(executor, _copy_differs, list(prepared.copies)):
+            tick(stored.entry.nbytes)
+            changed += [(stored.entry.name, count)] if count else []
+        told = differences(prepared.model.root, executor)
+    return _report(prepared, found, sorted(changed), told)
+
+
+def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
+    return stored, reencode.differing_bytes(stored, source)
+
+
+def _report(
+    prepared: Verification, found: Sequence[Checked], changed: Sequence[tuple[str, int]], told: Sequence[str] | None
+) -> VerifyReport:
+    """Everything together, in the order of the files."""
+    of_layer: dict[str, list[Checked]] = defaultdict(list)
+    for one in found:
+        of_layer[one.check.stored.name].append(one)
+    order = dict.fromkeys(check.stored.name for check in prepared.checks)
+    with Readers() as readers:
+        layers = tuple(_layer(of_layer[name], readers) for name in order)
+    issues = [Issue("error", *line.rsplit(": ", 1)) for line in told or ()]
+    issues += prepared.issues
+    issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
+    issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]
+    issues += [issue for layer in layers for issue in _differing(layer, prepared.settings.recipe)]
+    issues += [Issue("error", name, f"was copied, but {count} bytes differ from the source") for name, count in changed]
+    return VerifyReport(
+        prepared.model.root, None if prepared.source is None else prepared.source.root,
+        prepared.settings.recipe.id if prepared.settings.recipe else None,
+        tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
+        layers, len(prepared.copies), tuple(changed), tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
+    )  # fmt: skip
+
+
+def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:
+    """One layer, of all of its matrices."""
+    weight = members[0].check.stored
+    compared, differing = Counter[str](), Counter[str]()
+    for one in members:
+        compared.update(one.compared)
+        differing.update(one.differing)
+    pairs = {part: (differing[part], compared[part]) for part in (CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES)}
+    others = [pairs[part] for part in (TENSOR_SCALE, INPUT_SCALE, VALUES)]
+    actions = ", ".join(dict.fromkeys(one.action for one in members if one.action))
+    scale = tensor_scale_of(readers, weight)
+    return LayerReport(
+        weight.name, weight.dtype, weight.shape, actions, pairs[CODES], pairs[SCALES],
+        (sum(a for a, _ in others), sum(b for _, b in others)), None if scale is None else float(scale),
+        total(one.tally for one in members),
+    )  # fmt: skip
+
+
+def _differing(layer: LayerReport, used: Recipe | None) -> list[Issue]:
+    """What differs from the layer as it is made anew."""
+    if not layer.differing:
+        return []
+    parts = {"codes": layer.codes, "scales": layer.scales, "tensor scale, input scale or numbers": layer.others}
+    text = ", ".join(f"{different} of {compared} bytes of {name}" for name, (different, compared) in parts.items() if different)
+    by = f" by {used.id}" if used is not None and layer.action not in ("rename", "dequantize") else ""
+    return [Issue("error", layer.name, f"differs from the source made anew{by}: {text}")]
