@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,3 +120,11 @@ def _unquantized(model: Source, weights: Mapping[str, Weight], form: Container) 
     modules = {one.name: one.module for one in found}
     decisions = decide(found, Wishes(), form.group_size)
     return [modules[name] for name, decision in decisions.items() if decision.converted or decision.listed]
+
+
+def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
+    """Return issues that say the same once, with all of their subjects."""
+    found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
+    for issue in issues:
+        found[issue.severity, issue.loader, issue.text].append(issue)
+    return [(alike[0], [issue.subject for issue in alike]) for alike in found.values()]

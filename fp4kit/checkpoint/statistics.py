@@ -97,7 +97,7 @@ def _held(form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray) -> 
     values = scales_of(form, scales)
     zero = empty | (values == 0)
     magnitudes = np.abs(values)
-    least = np.float32(FLT_MIN if form.scale is None else max(form.scale.min_normal, float(FLT_MIN)))
+    least = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
     return Tally(
         elements=codes.size * 8 // form.element.bits,
         blocks=scales.size,
