@@ -3,6 +3,9 @@
 quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists them.
 """
 
+import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted
+
+# isort: split
 from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare
 from fp4kit.ops.dequantize import dequantize

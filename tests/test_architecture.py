@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
+    {"startup"},
     {"arguments", "arithmetic", "rounding"},
     {"formats"},
     {"recipes"},

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from fp4kit.cli import main
+import fp4kit
+from fp4kit.cli import main, parser
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.recipes import recipes
 
@@ -62,6 +65,104 @@ def test_formats_and_agreement(capsys) -> None:
     assert "NVFP4" in capsys.readouterr().out
     assert main(["recipes", "--agreement"]) == 0
     assert "mxfp4-te = mxfp4-flashinfer = mxfp4-torchao-rceil" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["convert", "--recipie", "nvfp4", "a", "b"], "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?"),
+        (["convert", "--recipie=nvfp4"], "fp4kit convert: unrecognized argument --recipie; did you mean --recipe?"),
+        (["convert", "a", "b", "--dryrun"], "fp4kit convert: unrecognized argument --dryrun; did you mean --dry-run?"),
+        (["convert", "--rec", "nvfp4", "a", "b"], "fp4kit convert: unrecognized argument --rec; did you mean --recipe?"),
+        (["convert", "--xyzzy"], "fp4kit convert: unrecognized argument --xyzzy; see fp4kit convert --help"),
+        (["convert", "-x"], "fp4kit convert: unrecognized argument -x; see fp4kit convert --help"),
+        (["inspect", "a", "b"], "fp4kit inspect: unrecognized argument b; see fp4kit inspect --help"),
+        (["inspect"], "fp4kit inspect: the following arguments are required: PATH; see fp4kit inspect --help"),
+        (["convert", "--recipe"], "fp4kit convert: argument --recipe: expected one argument; see fp4kit convert --help"),
+        (["convert", "--input-scale", "x"], "fp4kit convert: argument --input-scale: invalid float value: 'x'; see "),
+        (["recipes", "--check", "--agreement"], "fp4kit recipes: argument --agreement: not allowed with argument --check; see "),
+        (["--versoin"], "fp4kit: unrecognized argument --versoin; did you mean --version?"),
+        (["--quiet", "formats"], "fp4kit: unrecognized argument --quiet; see fp4kit --help"),
+        (["convrt", "a", "b"], "fp4kit: argument COMMAND: there is no 'convrt'; did you mean convert?"),
+        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of recipes, formats, convert, "),
+        (["--print-completion", "fish"], "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh"),
+        ([], "fp4kit: a command is needed, such as convert; see fp4kit --help"),
+        (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
+    ],
+)
+def test_what_was_meant(arguments, message, capsys) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_options_may_stand_anywhere(capsys) -> None:
+    assert main(["convert", "nowhere", "--recipe", "nvfp4", "out"]) == 2
+    assert capsys.readouterr().err.startswith("fp4kit convert: nowhere: does not exist")
+    assert main(["inspect", "--", "--json"]) == 2
+    assert capsys.readouterr().err.startswith("fp4kit inspect: --json: does not exist")
+
+
+def test_help_and_version(capsys) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Exit codes: 0 done, 1 a difference" in out and "convert" in out
+    assert main(["convert", "--help"]) == 0 and "--remove-stale" in capsys.readouterr().out
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
+
+
+def test_every_command_takes_json_and_quiet() -> None:
+    """Those to come, too."""
+    (commands,) = (action for action in parser()._actions if action.dest == "command")
+    for command in commands.choices.values():
+        assert {"--json", "--quiet"} <= command._option_string_actions.keys()
+        assert command.get_default("func") and not command.allow_abbrev
+
+
+@pytest.mark.parametrize(
+    ("arguments", "schema", "key", "count"),
+    [
+        (["recipes"], "recipes/1", "recipes", len(recipes())),
+        (["recipes", "nvfp4", "--check"], "recipes.check/1", "recipes", 1),
+        (["recipes", "--agreement"], "agreement/1", "groups", 9),
+        (["formats"], "formats/1", "formats", 10),
+    ],
+)
+def test_json(arguments, schema, key, count, capsys) -> None:
+    assert main([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["schema"] == f"fp4kit.{schema}" and len(found[key]) == count and err == ""
+    assert main([*arguments, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_json_of_recipes(capsys) -> None:
+    main(["recipes", "nvfp4", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)["recipes"]
+    assert found["id"] == "nvfp4-te" and found["block"] == "1x16" and "TE's kernels" in found["equal_bit_for_bit_to"]
+
+
+def test_an_encoding_without_the_signs_of_names() -> None:
+    """What a terminal cannot show is escaped: no UnicodeEncodeError."""
+    command = [sys.executable, "-m", "fp4kit", "inspect", "n\u00e4\udcffme"]
+    run = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert run.returncode == 2 and run.stderr.startswith(b"fp4kit inspect: n\\xe4\\udcffme: does not exist")
+
+
+def test_completion_without_shtab(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["--print-completion", "bash"]) == 2
+    message = 'fp4kit: --print-completion: shtab is missing; run pip install "fp4kit[completion]"\n'
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, capsys) -> None:
+    pytest.importorskip("shtab")
+    assert main(["--print-completion", shell]) == 0
+    out = capsys.readouterr().out
+    assert "convert" in out and "--remove-stale" in out
 
 
 def test_module_is_the_command() -> None:

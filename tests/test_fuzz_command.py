@@ -86,13 +86,14 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(fuzz, "device_engine", lambda: (None, "no driver"))
 
 
-def test_the_command(without_gpu, capsys, tmp_path):
-    path = tmp_path / "report.json"
-    assert main(["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax", "--json", str(path)]) == 0
+def test_the_command(without_gpu, capsys):
+    arguments = ["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert out.startswith("No GPU (no driver): the specification alone") and "12 cases, " in out and " 0 failures" in out
-    report = json.loads(path.read_text(encoding="utf-8"))
-    assert set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == "fp4kit.fuzz/1" and set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
 
 
 def test_the_command_prints_a_failure(monkeypatch, capsys, away):

@@ -11,7 +11,7 @@ from inputs import NAMES, STOCHASTIC, ordinary
 
 import fp4kit
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import Match, Variation, _either
+from fp4kit.ops.identify import Match, Variation, either
 from fp4kit.recipes import RECIPES
 
 X = (np.random.default_rng(7).standard_normal((64, 128)) * 0.02).astype(ml_dtypes.bfloat16)
@@ -21,13 +21,13 @@ def test_one_recipe_and_several() -> None:
     found = fp4kit.identify(fp4kit.quantize(X, "nvfp4-compressed-tensors"), X)
     assert found.verdict == "nvfp4-compressed-tensors made these bytes" and not found.variations
     found = fp4kit.identify(fp4kit.quantize(X, "mxfp4-flashinfer"), X)
-    assert found.verdict == f"{_either(found.exact)} made these bytes (they agree on this tensor)"
+    assert found.verdict == f"{either(found.exact)} made these bytes (they agree on this tensor)"
     assert len(found.exact) > 1 and str(found).splitlines()[0] == found.verdict
     assert str(found).splitlines()[1].startswith("recipe ")
 
 
 def test_names_in_a_row() -> None:
-    assert _either(["a"]) == "a" and _either(["a", "b"]) == "a or b" and _either(["a", "b", "c"]) == "a, b or c"
+    assert either(["a"]) == "a" and either(["a", "b"]) == "a or b" and either(["a", "b", "c"]) == "a, b or c"
 
 
 @pytest.mark.parametrize("name", NAMES)

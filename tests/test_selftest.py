@@ -12,6 +12,7 @@ from inputs import BF16, ordinary
 
 from fp4kit.cli import main
 from fp4kit.cli import selftest as cli_selftest
+from fp4kit.cli.output import Output
 from fp4kit.evidence import selftest
 from fp4kit.evidence import sweep as selftest_sweep
 from fp4kit.evidence.selftest import Engine, Finished, Outcome, Task, compare
@@ -184,7 +185,7 @@ def reported(monkeypatch, capsys, *outcomes):
 
     tasks = [Task("part", f"task {i}", partial(give, outcome)) for i, outcome in enumerate(outcomes)]
     monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
-    status = cli_selftest.report(NUMPY, None, quick=True)
+    status = cli_selftest.report(NUMPY, None, True, Output("selftest"))
     return status, capsys.readouterr().out
 
 
@@ -240,7 +241,7 @@ def test_the_recorded_outputs_are_those_of_the_package(monkeypatch, capsys):
     cupy.__version__, cupy.cuda = "14", type("cuda", (), {"runtime": runtime, "Device": device})
     monkeypatch.setattr(cli_selftest.interop, "cupy", lambda: cupy)
     monkeypatch.setattr(cli_selftest.loader, "compiler_version", lambda: (13, 0))
-    monkeypatch.setattr(cli_selftest, "report", lambda engine, golden, quick: 0 if golden.keys("te") and quick else 3)
+    monkeypatch.setattr(cli_selftest, "report", lambda engine, golden, quick, out: 0 if golden.keys("te") and quick else 3)
     assert main(["selftest", "--quick"]) == 0
     out = capsys.readouterr().out
     assert "NVIDIA X, CuPy 14, NVRTC 13.0" in out

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained, resolved
+from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.storage.errors import CheckpointError
 
 COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
@@ -29,7 +30,7 @@ WEIGHT_SUFFIXES = (
     ".safetensors",
     ".npz",
 )
-WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG)
+WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # a manifest is of the source, or of the run before
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,18 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     base = path.name
     if path.is_dir():
         return "a link to a directory" if path.is_symlink() else "hidden directory"
+    if base.startswith("."):
+        return "hidden file"
     if base.endswith(".index.json"):
         return "index of other weights"
     if base.endswith(WEIGHT_SUFFIXES):
         return "weights that are not part of the model"
     if not (base.endswith(COPIED_SUFFIXES) or base.startswith(COPIED_PREFIXES)) or base.endswith(".py"):
         return "not a kind of file that is copied"
+    try:
+        resolved(path)
+    except CheckpointError:
+        return "links that lead in a circle"
     try:
         real = contained(path, root)
     except CheckpointError:

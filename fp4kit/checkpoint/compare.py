@@ -1,26 +1,28 @@
 """Two checkpoints, tensor by tensor: what is missing, what has another dtype or shape, how many bytes differ.
 
-Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are. Configs
-are not compared.
+Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are; also with the
+unquantized weights of the other checkpoint. So are the configs and the metadata of the files.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint import schema
-from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
-from fp4kit.checkpoint.inspect import Checkpoint, Layer, open_checkpoint
+from fp4kit.checkpoint.compare_configs import ConfigDifference, compare_configs
+from fp4kit.checkpoint.decode import codes_of, row_chunks
+from fp4kit.checkpoint.inspect import Checkpoint, natural_order, open_checkpoint
+from fp4kit.checkpoint.pairs import Origin, origins
 from fp4kit.checkpoint.statistics import sqnr_db
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, TensorReader
+from fp4kit.checkpoint.weights import Readers, tensor_scale_of, values_of
+from fp4kit.storage.safetensors_file import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -34,66 +36,58 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """How one quantized layer differs: counts of codes, block scales and values (by bits), tensor scales, SQNR."""
+    """How a layer differs that one or both have quantized: counts of codes, block scales and values (by bits), SQNR.
+
+    codes, scales are None where one of them has the weights themselves; tensor_scales are None where there are none.
+    """
 
     name: str
     elements: int
-    codes: int
-    scales: int
+    codes: int | None
+    scales: int | None
     values: int
     tensor_scales: tuple[float | None, float | None]
     sqnr_db: float  # of b against a
+    tensors: tuple[str, ...] = ()  # that it consists of, in a and in b
 
 
 @dataclass(frozen=True)
 class CheckpointComparison:
-    """All differences; ``same`` tensors are equal in dtype, shape and every byte."""
+    """All differences; ``same`` tensors are equal in dtype, shape and every byte.
+
+    How tensors are spread over files is not compared.
+    """
 
     same: int
     tensors: tuple[TensorDifference, ...]
-    layers: tuple[LayerDifference, ...] = field(default=())
+    layers: tuple[LayerDifference, ...] = ()
+    configs: tuple[ConfigDifference, ...] = ()
 
     @property
     def equal(self) -> bool:
-        return not self.tensors
-
-
-class _Readers:
-    """The open files of one checkpoint, each opened once."""
-
-    def __init__(self, checkpoint: Checkpoint, stack: ExitStack) -> None:
-        self.checkpoint = checkpoint
-        self._readers: dict[Path, TensorReader] = {}
-        self._stack = stack
-
-    def of(self, file: SafetensorsFile) -> TensorReader:
-        if file.path not in self._readers:
-            self._readers[file.path] = self._stack.enter_context(TensorReader(file))
-        return self._readers[file.path]
-
-    def chunks(self, name: str) -> Iterator[npt.NDArray[np.uint8]]:
-        file, entry = self.checkpoint.tensors[name]
-        return self.of(file).chunks(entry)
-
-    def array(self, name: str) -> np.ndarray:
-        file, entry = self.checkpoint.tensors[name]
-        return self.of(file).read(entry)
+        """Whether tensors, configs and metadata are all the same."""
+        return not self.tensors and not self.configs
 
 
 def compare_checkpoints(a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None) -> CheckpointComparison:
-    """Compare two checkpoints, directories or .safetensors files; ``progress`` is called with bytes of ``a``."""
+    """Compare two checkpoints, directories or .safetensors files, by name: configs, metadata, tensors, quantized layers.
+
+    progress: called with numbers of bytes of ``a`` that add up to those of its tensors.
+    Raises CheckpointError for what is malformed. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) of its values.
+    """
     left, right = open_checkpoint(a), open_checkpoint(b)
+    configs = compare_configs(left, right)
     tick = progress or (lambda count: None)
     differences: list[TensorDifference] = []
-    with ExitStack() as stack:
-        readers = _Readers(left, stack), _Readers(right, stack)
-        for name in sorted({*left.tensors, *right.tensors}):
-            found = _header_difference(name, left, right) or _byte_difference(name, *readers)
+    with Readers() as readers:
+        for name in sorted({*left.tensors, *right.tensors}, key=natural_order):
+            found = _header_difference(name, left, right) or _byte_difference(name, left, right, readers)
             differences += [found] if found else []
             tick(left.tensors[name][1].nbytes if name in left.tensors else 0)
-        layers = tuple(_layer_difference(name, *readers) for name in _changed_layers(left, right, differences))
+        changed = {difference.name for difference in differences}
+        layers = tuple(_layer_difference(*pair, readers) for pair in _changed_layers(left, right, changed))
     same = len(left.tensors) - sum(d.kind != "extra" for d in differences)
-    return CheckpointComparison(same, tuple(differences), layers)
+    return CheckpointComparison(same, tuple(differences), layers, configs)
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
@@ -113,66 +107,79 @@ def _described(entry: TensorEntry) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
 
 
-def _byte_difference(name: str, left: _Readers, right: _Readers) -> TensorDifference | None:
-    """Return how many bytes of one tensor differ, or None if none do."""
-    count = sum(int(np.count_nonzero(x != y)) for x, y in zip(left.chunks(name), right.chunks(name), strict=True))
-    if not count:
+def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
+    """Return how many bytes of one tensor differ, or None if none do; bytes of one file are not read twice."""
+    (file, entry), (other, place) = left.tensors[name], right.tensors[name]
+    if entry.start == place.start and os.path.samefile(file.path, other.path):
         return None
-    return TensorDifference(name, "bytes", f"{count} of {left.checkpoint.tensors[name][1].nbytes} bytes differ")
+    chunks = zip(readers.of(file).chunks(entry), readers.of(other).chunks(place), strict=True)
+    count = sum(int(np.count_nonzero(x != y)) for x, y in chunks)
+    return TensorDifference(name, "bytes", f"{count} of {entry.nbytes} bytes differ") if count else None
 
 
-def _changed_layers(left: Checkpoint, right: Checkpoint, differences: list[TensorDifference]) -> list[str]:
-    """Return the layers quantized in both, of one shape, that own a tensor that differs."""
-    owners = {difference.name.rpartition(".")[0] for difference in differences}
-    return [
-        name
-        for name in sorted(owners & set(left.layers) & set(right.layers))
-        if left.layers[name].shape == right.layers[name].shape
-    ]
+def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
+    """Yield name and both sides of every layer of one shape that is quantized in one or both and owns a tensor that differs."""
+    forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
+    seen = set()
+    for form in forms:
+        assert form is not None
+        ours, theirs = origins(left, form), origins(right, form)
+        for key in sorted(ours.keys() & theirs.keys(), key=lambda key: (natural_order(key[0]), key[1])):
+            a, b = ours[key], theirs[key]
+            quantized = a.weight.container is not None or b.weight.container is not None
+            if key not in seen and quantized and a.shape == b.shape and not changed.isdisjoint((*a.names, *b.names)):
+                seen.add(key)
+                whole = a.weight.experts == 1 or not form.keeps_stacks
+                yield key[0] if whole else f"{key[0]}[{key[1]}]", a, b
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """One quantized layer in memory."""
+class _Counts(NamedTuple):
+    """What differs in some rows; None: one side has no codes, or no scales."""
 
-    layer: Layer
-    weight: npt.NDArray[np.uint8]
-    scale: npt.NDArray[np.uint8]
-    tensor_scale: np.float32 | None
-
-    def rows(self, rows: slice) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:
-        """Return codes and decoded values of some rows."""
-        codes = codes_of(self.layer.format, self.weight[rows])
-        return codes, decode(self.layer.format, codes, self.scale[rows], self.tensor_scale)
-
-
-def _load(name: str, readers: _Readers) -> _Stored:
-    """Read one quantized layer."""
-    layer = readers.checkpoint.layers[name]
-    tensor_scale = None
-    if layer.format.has_tensor_scale:
-        tensor_scale = np.float32(readers.array(f"{name}.{schema.TENSOR_SCALE}"))
-    return _Stored(layer, readers.array(f"{name}.{schema.WEIGHT}"), readers.array(f"{name}.{schema.SCALE}"), tensor_scale)
-
-
-def _optional_float(value: np.float32 | None) -> float | None:
-    return None if value is None else float(value)
+    values: int
+    codes: int | None
+    scales: int | None
+    signal: float
+    noise: float
 
 
 @ieee("compare")
-def _layer_difference(name: str, left: _Readers, right: _Readers) -> LayerDifference:
-    """Return how one quantized layer differs. Codes of different element formats all count as different."""
-    a, b = _load(name, left), _load(name, right)
-    codes = values = 0
-    signal = noise = 0.0
-    for rows in row_chunks(*a.layer.shape):
-        (codes_a, values_a), (codes_b, values_b) = a.rows(rows), b.rows(rows)
-        same_element = a.layer.format.element == b.layer.format.element
-        codes += int(np.count_nonzero(codes_a != codes_b)) if same_element else codes_a.size
-        values += int(np.count_nonzero(values_a.view(np.uint32) != values_b.view(np.uint32)))
-        signal += float(np.sum(values_a.astype(np.float64) ** 2))
-        noise += float(np.sum((values_a.astype(np.float64) - values_b) ** 2))
-    comparable = a.scale.shape == b.scale.shape and a.layer.format.scale == b.layer.format.scale
-    scales = int(np.count_nonzero(a.scale != b.scale)) if comparable else a.scale.size
-    pair = _optional_float(a.tensor_scale), _optional_float(b.tensor_scale)
-    return LayerDifference(name, math.prod(a.layer.shape), codes, scales, values, pair, sqnr_db(signal, noise))
+def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
+    """Return how one layer differs. Codes of different element formats all count as different."""
+    height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
+    found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
+    codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
+    pair = (_tensor_scale(a, readers), _tensor_scale(b, readers))
+    signal, noise = (sum(getattr(one, kind) for one in found) for kind in ("signal", "noise"))
+    return LayerDifference(name, prod(a.shape), codes, scales, sum(one.values for one in found), pair, sqnr_db(signal, noise), (*a.names, *b.names))
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
+    one, other = a.slab(readers, rows), b.slab(readers, rows)
+    x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
+    codes = scales = None
+    if a.weight.container is not None and b.weight.container is not None:
+        codes = _different(a.weight.container.element, b.weight.container.element, one.codes, other.codes, x.size, a, b)
+        scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
+    values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
+    wide = x.astype(np.float64)
+    return _Counts(values, codes, scales, float(np.sum(wide**2)), float(np.sum((wide - y) ** 2)))
+
+
+def _different(format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None) -> int:
+    """How many codes or scales differ: all, if they are not alike in format and number."""
+    if format_a != format_b or x.shape != y.shape:
+        return most or int(x.size)
+    if a is not None and b is not None and a.weight.container is not None and b.weight.container is not None:
+        x, y = codes_of(a.weight.container, x), codes_of(b.weight.container, y)
+    return int(np.count_nonzero(x != y))
+
+
+def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
+    scale = tensor_scale_of(readers, origin.weight, origin.expert)
+    return None if scale is None else float(scale)

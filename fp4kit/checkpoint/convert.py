@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fp4kit import __version__
 from fp4kit.checkpoint import jobs, staging
@@ -20,12 +21,16 @@ from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_fac
 from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
 from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.weights import SLAB_BYTES
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
+from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
+_BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
+T = TypeVar("T", jobs.Measured, jobs.Done)
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
@@ -41,6 +46,13 @@ class ConversionReport:
     def actions(self) -> dict[str, int]:
         """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a requantize."""
         return dict(Counter(one.action for one in self.done))
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Layers that were to keep their codes and could not: their scales do not fit."""
+        planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
+        again = (one.key.rpartition("#")[0] for one in self.done if one.action == jobs.REQUANTIZE)
+        return tuple(dict.fromkeys(name for name in again if planned[name] != jobs.REQUANTIZE))
 
     @property
     def replaced(self) -> int:
@@ -78,8 +90,9 @@ def convert(
 class Options:
     """How a plan is executed; the bytes that are written do not depend on it.
 
-    workers: processes on this machine. executor: any of concurrent.futures, instead of those. devices: CUDA devices that quantize,
-    in turn; none: the CPU. resume: go on with an interrupted run. progress: called with bytes that add up to bytes_to_read.
+    workers: processes on this machine; a script that asks for them needs ``if __name__ == "__main__":``. executor: any of
+    concurrent.futures, instead of those; its workers see the files under the same paths. devices: CUDA devices that quantize, in
+    turn; none: the CPU. resume: go on with an interrupted run. progress: called with bytes that add up to bytes_to_read.
     """
 
     workers: int = 1
@@ -106,14 +119,11 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
     key = key_of(plan.source, plan.request)
-    if options.resume:
-        Journal(staging.partial_of(target) / staging.JOURNAL, key).close()  # that of another run is left as it is
-    with staging.staged_directory(target, options.resume) as stage:
-        journal = Journal(stage.folder / staging.JOURNAL, key)
-        try:
-            done = _Run(plan, stage.folder, options, journal).run()
-        finally:
-            journal.close()
+    with staging.staged_directory(target, options.resume) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
+        stage.is_ours = True
+        done = _Run(plan, stage.folder.absolute(), options, journal).run()
+        if key_of(plan.source, plan.request) != key:
+            raise CheckpointError(f"{plan.source.root}: changed while it was converted; run again when nothing writes to it")
     return ConversionReport(plan, target, done)
 
 
@@ -121,6 +131,13 @@ def bytes_to_read(plan: Plan) -> int:
     """Bytes that execution reads from tensors: those that are measured first are read twice."""
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, nowhere))
+
+
+def memory_per_process(plan: Plan) -> int:
+    """About the bytes that a process needs: a slab in all its forms, and the largest matrix that is turned, twice."""
+    found = (piece for tensor in plan.converted for piece in tensor.pieces if piece.turned or piece.weight.transposed)
+    turned = [prod(piece.weight.shape[-2:]) for piece in found]
+    return _BESIDE + _FORMS * SLAB_BYTES + 2 * 4 * max(turned, default=0)
 
 
 class _Run:
@@ -132,9 +149,11 @@ class _Run:
 
     def run(self) -> tuple[jobs.Done, ...]:
         """Write everything; returns what was done, in the order of the plan."""
+        kept = {shard.name for shard in self.plan.shards} | {staging.LOCK, staging.JOURNAL}
+        staging.clear(self.folder, kept)  # of what an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
-            positions |= _lay_out(shard, self.folder, self.options.resume)
+            positions |= _lay_out(shard, self.folder)
         all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
         with executor_of(self.options.executor, self.options.workers) as executor:
             shared = self._measure(all_jobs, executor)
@@ -146,14 +165,11 @@ class _Run:
     def _measure(self, all_jobs: Iterable[jobs.Job], executor: Executor | None) -> dict[str, jobs.Measured]:
         """Group -> what its members hold together."""
         wanted = {job.key: job for job in all_jobs if job.is_measured}
-        known = self.journal.measured
-        found = {key: known[key] for key in wanted if key in known}
-        for key in found:
-            self.tick(wanted[key].nbytes_in)
-        for one in run_all(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
+        found = {key: one for key, one in self.journal.measured.items() if key in wanted}
+        self.tick(sum(wanted[key].nbytes_in for key in found))
+        for one in self._through(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
             self.journal.note_measured(one)
             found[one.key] = one
-            self.tick(wanted[one.key].nbytes_in)
         members: dict[str, list[jobs.Measured]] = defaultdict(list)
         for key, job in wanted.items():
             jobs.check_finite(job, found[key])
@@ -168,65 +184,102 @@ class _Run:
             )
 
     def _write(
-        self, all_jobs: Iterable[jobs.Job], shared: Mapping[str, jobs.Measured], executor: Executor | None
+        self, all_jobs: Sequence[jobs.Job], shared: Mapping[str, jobs.Measured], executor: Executor | None
     ) -> dict[str, jobs.Done]:
-        done: dict[str, jobs.Done] = {}
-        left: list[tuple[jobs.Job, jobs.Measured | None]] = []
-        sizes = {}
-        for job in all_jobs:
-            sizes[job.key] = job.nbytes_in
-            if self.journal.is_done(job):
-                done[job.key] = self.journal.done[job.key]
-                self.tick(job.nbytes_in)
-            else:
-                left.append((job, shared.get(job.group)))
-        for one in run_all(executor, jobs.write, left):
+        done = self._done_before(all_jobs, executor)
+        left = [(job, shared.get(job.group)) for job in all_jobs if job.key not in done]
+        for one in self._through(executor, jobs.write, left):
             self.journal.note_done(one)
             done[one.key] = one
-            self.tick(sizes[one.key])
         return done
+
+    def _done_before(self, all_jobs: Iterable[jobs.Job], executor: Executor | None) -> dict[str, jobs.Done]:
+        """Jobs of an interrupted run whose bytes are still those that they wrote."""
+        noted, done = self.journal.done, {}
+        sizes = {job.key: job.nbytes_in for job in all_jobs}
+        for now in run_all(executor, jobs.read_back, [(job,) for job in all_jobs if job.key in noted]):
+            if now.crc32 == noted[now.key].crc32:
+                done[now.key] = noted[now.key]
+                self.tick(sizes[now.key])
+        return done
+
+    def _through(self, executor: Executor | None, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> Iterator[T]:
+        """Results of jobs as they come, with progress: read by read in this process, else job by job."""
+        if executor is None:
+            for call in calls:
+                with _Meter(self.tick, call[0].nbytes_in) as meter:
+                    result = function(*call, meter.count)
+                yield result
+            return
+        sizes = {call[0].key: call[0].nbytes_in for call in calls}
+        for one in run_all(executor, function, calls):
+            yield one
+            self.tick(sizes[one.key])
 
     def _finish(self, executor: Executor | None) -> dict[str, tuple[str, int]]:
         """Write what lies beside the tensors; returns name -> SHA-256 and bytes of every file."""
         for shard in self.plan.shards:
-            _sync(self.folder / shard.name)
+            self._sync(self.folder / shard.name)
         for file in self.plan.auxiliary.copied:
-            (self.folder / file.name).unlink(missing_ok=True)
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
-            (self.folder / name).unlink(missing_ok=True)
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
         paths = [self.folder / name for name in names_in(self.folder)]
         found = run_all(executor, _digest, [(path,) for path in paths])
         return {path.relative_to(self.folder).as_posix(): (digest, nbytes) for path, digest, nbytes in found}
+
+    def _sync(self, path: Path) -> None:
+        """Push a file to the disk. What a disk did not take is not known, so that nothing is left to go on with."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError:
+            (self.folder / staging.JOURNAL).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+
+
+class _Meter:
+    """Progress of one job: as it reads, but in sum what it is planned to read."""
+
+    def __init__(self, tick: Progress, nbytes: int) -> None:
+        self._tick, self._left = tick, nbytes
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.count(self._left)
+
+    def count(self, nbytes: int) -> None:
+        """Bytes were read."""
+        nbytes = min(nbytes, self._left)
+        self._left -= nbytes
+        if nbytes:
+            self._tick(nbytes)
 
 
 def _digest(path: Path) -> tuple[Path, str, int]:
     return path, file_digest(path), path.stat().st_size
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lay_out(shard: ShardPlan, folder: Path, resume: bool) -> Iterator[tuple[str, tuple[Path, int]]] | dict[str, tuple[Path, int]]:
-    """Make a file of its final size with its header; returns tensor -> file and position."""
+def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
+    """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and position."""
     ordered = file_order(shard.outputs)
     header = header_bytes(ordered, shard.metadata)
     path, position = folder / shard.name, len(header)
     found = {}
     for output in ordered:
         found[output.name] = path, position
-        position += output.nbytes  # type: ignore[attr-defined]
-    if not (resume and path.is_file() and not path.is_symlink() and path.stat().st_size == position):
-        path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            file.write(header)
-            file.truncate(position)
+        position += nbytes_of(output.dtype, output.shape)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.ftruncate(descriptor, position)
+        jobs.write_at(descriptor, memoryview(header), 0)
+    finally:
+        os.close(descriptor)
     return found
 
 

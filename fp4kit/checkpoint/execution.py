@@ -1,46 +1,179 @@
-"""Where jobs run: in this process, in worker processes, or through any executor of concurrent.futures."""
+"""Where jobs run: in this process, in worker processes, or through any executor of concurrent.futures.
+
+A cluster is such an executor: dask.distributed's, or that of mpi4py.futures. Its workers need fp4kit in the same version, and the
+source and the destination under the same paths.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
+import os
+import secrets
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, TypeVar
 
+from fp4kit import __version__
+from fp4kit.storage.errors import CheckpointError
+
 T = TypeVar("T")
+_ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+_SECONDS = 30  # that a scheduler and its first worker have to answer
 
 
 @contextmanager
 def executor_of(given: Executor | None, workers: int) -> Iterator[Executor | None]:
-    """The executor of a run: the given one, which stays open; worker processes; or None for this process alone."""
+    """The executor of a run: the given one, which stays open; worker processes; or None for this process alone.
+
+    Worker processes end with the run: at once where it is stopped or fails, and also where this process is killed.
+    """
     if given is not None or workers == 1:
         yield given
         return
-    context = multiprocessing.get_context("spawn")  # a fork would take along threads and CUDA
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_signals)
+    context = _Context()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
     try:
         yield pool
+    except BaseException:
+        for process in context.started:
+            process.kill()  # what they write is redone
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _leave_signals() -> None:
-    """The process that started the workers hears Ctrl-C, and stops them."""
+class _Context(multiprocessing.context.SpawnContext):
+    """Starts workers anew, since a fork would take along threads and CUDA, and knows them."""
+
+    def __init__(self) -> None:
+        self.started: list[_Worker] = []
+
+    def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
+        """A worker; called by the pool."""
+        self.started.append(_Worker(*arguments, **options))
+        return self.started[-1]
+
+
+class _Worker(multiprocessing.context.SpawnProcess):
+    """A process of one thread that hears no Ctrl-C, not even while it begins: the process that started it does, and stops it."""
+
+    def start(self) -> None:
+        """Start it: both are inherited from this process."""
+        before = {name: os.environ.get(name) for name in _ONE_THREAD}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+        try:
+            super().start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _begin() -> None:
+    """In a worker: end when the process that started it ends, however it does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def run_all(executor: Executor | None, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-    """Results of all calls as they come; after an error, or when the caller stops, those that have not begun are dropped."""
+    """Results of all calls as they come. After an error, or when the caller stops, those that have not begun are dropped, and the
+    others are waited for, so that nothing is written afterwards.
+
+    Raises ChildProcessError where workers died.
+    """
     if executor is None:
         for call in calls:
             yield function(*call)
         return
-    pending: list[Future[T]] = [executor.submit(function, *call) for call in calls]
+    run = secrets.token_hex(8)  # dask takes equal calls for one, whose result it may still have
+    pending: list[Future[T]] = [executor.submit(_call, __version__, run, function, call) for call in calls]
     try:
         for future in as_completed(pending):
-            yield future.result()
+            yield _result(future)
     finally:
         for future in pending:
             future.cancel()
+        if not isinstance(executor, ProcessPoolExecutor):  # executor_of ends those
+            wait(pending)
+
+
+def _call(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
+    """In a worker: one call, unless other code would do it."""
+    if version != __version__:
+        raise CheckpointError(f"workers: have fp4kit {__version__}, and {version} is needed as in the process that plans")
+    return function(*call)
+
+
+def _result(future: Future[T]) -> T:
+    try:
+        return future.result()
+    except Exception as error:
+        if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # dask's
+            raise ChildProcessError("a worker process died, perhaps for want of memory; take fewer workers") from error
+        raise
+
+
+@contextmanager
+def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
+    """The executor of a cluster: of the dask scheduler at an address; of MPI, where mpi4py.futures runs this process; or None."""
+    if scheduler is not None:
+        with dask_executor(scheduler) as executor:
+            yield executor
+    elif is_under_mpi():
+        with mpi_executor() as executor:
+            yield executor
+    else:
+        yield None
+
+
+@contextmanager
+def dask_executor(address: str) -> Iterator[Executor]:
+    """An executor of dask.distributed on the scheduler at an address, such as tcp://host:8786.
+
+    Raises CheckpointError where dask.distributed is missing, or no scheduler or worker answers.
+    """
+    try:
+        from distributed import Client
+    except ImportError:
+        raise CheckpointError('--dask: needs dask.distributed; pip install "fp4kit[cluster]"') from None
+    try:
+        client = Client(address, timeout=_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        why = type(error).__name__
+        raise CheckpointError(f"--dask {address}: no scheduler answers ({why}); start `dask scheduler`") from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=_SECONDS)
+        except TimeoutError:
+            raise CheckpointError(f"--dask {address}: has no workers; start `dask worker {address}`") from None
+        yield client.get_executor(pure=False)
+
+
+def is_under_mpi() -> bool:
+    """Whether this process is the first of ``mpiexec -n N python -m mpi4py.futures ...``."""
+    return ("-m", "mpi4py.futures") in pairwise(sys.orig_argv)
+
+
+@contextmanager
+def mpi_executor() -> Iterator[Executor]:
+    """The executor of mpi4py.futures: its workers are the other processes of the run."""
+    from mpi4py.futures import MPIPoolExecutor
+
+    with MPIPoolExecutor() as executor:
+        yield executor

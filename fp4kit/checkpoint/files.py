@@ -6,6 +6,8 @@ without index. Everything is checked from headers, before any tensor is read.
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,17 +42,27 @@ class Source:
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
 
+def resolved(path: Path) -> Path:
+    """Return the real path of ``path``, which need not exist. Raises CheckpointError for links that lead in a circle."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{shown(str(path))}: its symbolic links lead in a circle; put what is meant there") from None
+    return Path(os.path.realpath(path))
+
+
 def contained(path: Path, root: Path) -> Path:
     """Return the real path of ``path``, which must lie in ``root``.
 
     The one way out that is allowed is that of a Hugging Face cache: root is ``snapshots/<revision>``, its links lead
         to ``blobs``.
     """
-    real_root = root.resolve()
+    real_root = resolved(root)
     roots = [real_root]
     if real_root.parent.name == "snapshots":
-        roots.append((real_root.parent.parent / "blobs").resolve())
-    real = path.resolve()
+        roots.append(resolved(real_root.parent.parent / "blobs"))
+    real = resolved(path)
     if not any(real.is_relative_to(allowed) for allowed in roots):
         raise CheckpointError(f"{shown(path.name)}: a link that leaves {root}; put the file itself there")
     return real
@@ -150,7 +162,7 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
 
 def open_source(root: Path) -> Source:
     """Return the checked model in the directory ``root``; raises CheckpointError with what is wrong."""
-    if not root.is_dir():
+    if not resolved(root).is_dir():
         state = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed")
     files, ignored, has_index = open_model_files(root)
@@ -160,7 +172,7 @@ def open_source(root: Path) -> Source:
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:
     """Return the checked files of the model in ``root``, other safetensors files there, and whether it has an index."""
-    weight_map = load_weight_map(root) if (root / INDEX).exists() else None
+    weight_map = load_weight_map(root) if os.path.lexists(root / INDEX) else None
     names = model_file_names(root, weight_map)
     _check_names_differ(names)
     files = tuple(read_header(existing_file(root, name), name) for name in names)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint import schema
-from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, open_model_files
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, existing_file, open_model_files, resolved
+from fp4kit.checkpoint.weights import Weight, looks_quantized, weights_of
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
-
-_PARTS = (schema.WEIGHT, schema.SCALE, schema.TENSOR_SCALE, schema.INPUT_SCALE)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A quantized linear layer: its format and its shape [N, K]."""
-
-    name: str
-    format: schema.OutputFormat
-    shape: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -38,21 +28,25 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
-        """Every tensor with its file, sorted by name."""
+        """Every tensor with its file, by name: layer 2 before layer 10."""
         pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
-        return dict(sorted(pairs))
+        return dict(sorted(pairs, key=lambda pair: natural_order(pair[0])))
 
     @cached_property
-    def layers(self) -> dict[str, Layer]:
-        """The quantized layers whose names, dtypes and shapes are those of a known format."""
-        return recognise_layers(entry for _, entry in self.tensors.values())
+    def weights(self) -> dict[str, Weight]:
+        """Tensor of values or codes -> weight: quantized ones of any container that is known, and plain ones."""
+        return weights_of(self.tensors, self.config or {})
+
+    @property
+    def layers(self) -> dict[str, Weight]:
+        """Name -> quantized layer, or stack of them."""
+        return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @cached_property
     def unrecognised(self) -> tuple[str, ...]:
-        """Modules that have a ``weight_scale`` but fit no known format."""
-        suffix = f".{schema.SCALE}"
-        modules = (name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix))
-        return tuple(module for module in modules if module not in self.layers)
+        """Tensors that look like a part of a quantized layer, and are of no container that is known."""
+        known = {part.entry.name for weight in self.layers.values() for part in weight.parts.values()}
+        return tuple(name for name, (_, entry) in self.tensors.items() if name not in known and looks_quantized(entry))
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
@@ -65,31 +59,28 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, a directory or a .safetensors file; CheckpointError if it is malformed."""
+    """Return the checkpoint at ``path``, a directory or a .safetensors file.
+
+    Raises CheckpointError if it is malformed, or if a file of the directory is a link that leaves it.
+    """
     place = Path(path)
-    if place.is_dir():
+    if resolved(place).is_dir():
         files = open_model_files(place)[0]
         return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
-    if not place.exists():
+    if not os.path.lexists(place):
         raise CheckpointError(f"{place}: does not exist; a model directory or a .safetensors file is needed")
     return Checkpoint(place, (read_header(place),), None, None)
 
 
+def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Return a key that sorts numbers in names as numbers: ``layers.2`` before ``layers.10``."""
+    parts = re.split("([0-9]+)", name)
+    return [(len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)], name
+
+
 def _optional(root: Path, name: str) -> dict[str, Any] | None:
     """Return the JSON object in a file that may be absent."""
-    path = root / name
-    return load_object(path, name) if path.is_file() else None
-
-
-def recognise_layers(entries: Iterable[TensorEntry]) -> dict[str, Layer]:
-    """Return the quantized layers among ``entries``."""
-    modules: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
-    for entry in entries:
-        module, _, part = entry.name.rpartition(".")
-        if part in _PARTS:
-            modules[module][part] = (entry.dtype, entry.shape)
-    found = ((module, schema.recognise(parts)) for module, parts in modules.items())
-    return {module: Layer(module, *known) for module, known in found if known}
+    return load_object(existing_file(root, name), name) if os.path.lexists(root / name) else None
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:

@@ -4,9 +4,9 @@ sees the files. First every weight that needs it is measured; then every job wri
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.formats.container import VALUES, Container
 from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, slabs, values_of
+from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, columns_of, slabs, values_of
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
@@ -26,7 +26,9 @@ NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
 )  # fmt: skip
-PIECE = 16 << 20  # bytes of a copied tensor that are in memory at a time
+PIECE = 4 << 20  # bytes of a copied tensor that are in memory at a time
+TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
+Tick = Callable[[int], None]  # called with bytes that were read
 
 
 class Sink(Protocol):
@@ -64,7 +66,7 @@ class Target(NamedTuple):
 class Job:
     """What becomes of one tensor, or of the rows [span) of matrix `expert` of a weight. key: names it in a run.
 
-    group: key of those that share a tensor scale. recipe: of quantized ones. form: the container that is written, None for numbers.
+    group: key of those that share a tensor scale. recipe: of quantized ones. form: what is written, None for numbers.
     turned: numbers are written as columns, [K, N].
     """
 
@@ -125,17 +127,17 @@ class Measured(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A job that wrote its bytes: their SHA-256, one target after the other; its action as it was; NaN and inf replaced."""
+    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf replaced."""
 
     key: str
-    sha256: str
+    crc32: str
     action: str
     replaced: int = 0
 
 
-def measure(job: Job) -> Measured:
+def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
-    with Readers() as readers:
+    with Readers(tick) as readers:
         found = Measured(job.key)
         for slab in slabs(readers, job.weight, job.expert, job.span):
             found = _joined(found, _measured(job, slab))
@@ -143,7 +145,8 @@ def measure(job: Job) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, min(a.low, b.low), max(a.high, b.high), a.exact and b.exact)
+    low, high = min(a.low, b.low), max(a.high, b.high)
+    return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
@@ -165,9 +168,9 @@ def join_group(found: list[Measured]) -> Measured:
     return result
 
 
-def write(job: Job, shared: Measured | None) -> Done:
+def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
-    with Readers() as readers, _Output(job.targets) as output:
+    with Readers(tick) as readers, _Output(job.targets) as output:
         action, replaced = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), action, replaced)
 
@@ -198,13 +201,22 @@ def _copy(source: Located, readers: Readers, output: Sink) -> None:
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink) -> None:
-    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, matrix by matrix."""
+    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time."""
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
-    parts = (_rounded(values_of(job.weight, slab), dtype) for slab in slabs(readers, job.weight, job.expert, job.span))
-    if job.turned:
-        output.put(VALUES, np.concatenate(list(parts)).T)
+    if not job.turned:
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            output.put(VALUES, _rounded(values_of(job.weight, slab), dtype))
         return
-    for part in parts:
+    rows, columns = job.shape
+    width = 1 if job.weight.container is None else job.weight.container.block[1]
+    step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
+    for first in range(0, columns, step):
+        part = np.empty((min(step, columns - first), rows), dtype)
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            cut = columns_of(job.weight, slab, first, first + len(part))
+            at = slab.start - (job.span or (0,))[0]
+            values = _rounded(values_of(job.weight, cut), dtype)
+            part[:, at : at + len(values)] = values.T
         output.put(VALUES, part)
 
 
@@ -219,13 +231,17 @@ class _Output:
     def __init__(self, targets: tuple[Target, ...]) -> None:
         self._targets = {target.part: target for target in targets}
         self._next = {target.part: target.position for target in targets}
-        self._hashes = {target.part: hashlib.sha256() for target in targets}
+        self._sums = {target.part: 0 for target in targets}
         self._open: dict[Path, int] = {}
 
     def __enter__(self) -> _Output:
-        for target in self._targets.values():
-            if target.path not in self._open:
-                self._open[target.path] = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for target in self._targets.values():
+                if target.path not in self._open:
+                    self._open[target.path] = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -239,45 +255,45 @@ class _Output:
     def put(self, part: str, array: Any) -> None:
         """Append the bytes of an array to a part."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        target = self._targets[part]
-        if self._next[part] + raw.size > target.position + target.nbytes:
+        target, position = self._targets[part], self._next[part]
+        if position + raw.size > target.position + target.nbytes:
             raise CheckpointError(f"{shown(target.path.name)}: more bytes than the {target.nbytes} that are planned")
-        data, self._hashes[part] = memoryview(raw), self._hashes[part]
-        self._hashes[part].update(data)
-        while data:
-            written = os.pwrite(self._open[target.path], data, self._next[part])
-            self._next[part] += written
-            data = data[written:]
+        self._sums[part] = zlib.crc32(raw.data, self._sums[part])
+        write_at(self._open[target.path], raw.data, position)
+        self._next[part] += raw.size
 
     def finish(self) -> str:
-        """The SHA-256 of all parts, after a check that they are whole."""
-        whole = hashlib.sha256()
+        """The CRC-32 of all parts, after a check that they are whole."""
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
                 raise CheckpointError(f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing")
-            whole.update(self._hashes[part].digest())
-        return whole.hexdigest()
+        return _joined_sums(self._sums.values())
 
 
-def digest(job: Job) -> str:
-    """What Done.sha256 was, read from the files as they are now."""
-    whole = hashlib.sha256()
-    for target in job.targets:
-        one = hashlib.sha256()
-        for chunk in _chunks(target):
-            one.update(chunk)
-        whole.update(one.digest())
-    return whole.hexdigest()
+def write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all bytes at a position of an open file."""
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
 
 
-def _chunks(target: Target) -> Iterator[bytes]:
+def _joined_sums(sums: Iterable[int]) -> str:
+    return "-".join(f"{one:08x}" for one in sums)
+
+
+def read_back(job: Job) -> Done:
+    """A job with the CRC-32 that its bytes in the files have now."""
+    return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
+
+
+def _sum_of(target: Target) -> int:
+    found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:
         file.seek(target.position)
-        left = target.nbytes
         while left and (data := file.read(min(left, PIECE))):
-            yield data
-            left -= len(data)
+            found, left = zlib.crc32(data, found), left - len(data)
+    return found
 
 
 def check_finite(job: Job, found: Measured) -> None:
@@ -287,6 +303,3 @@ def check_finite(job: Job, found: Measured) -> None:
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
             "leave it out with --keep, or say --nonfinite keep or saturate"
         )
-
-
-__all__ = ["CODES", "INPUT_SCALE", "SCALES", "TENSOR_SCALE", "Done", "Job", "Measured", "Target", "measure", "write"]

@@ -1,7 +1,7 @@
 """What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it was.
 
 The key covers the source (name, size, time of change and header of every file, and its config), the request and the version.
-A job that is written down as done is believed only if its bytes are still those that it wrote.
+A job that is written down as done is believed only if its bytes are still those that it wrote: a line may reach the disk first.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint.files import Source
-from fp4kit.checkpoint.jobs import Done, Job, Measured, digest
+from fp4kit.checkpoint.jobs import Done, Measured
 from fp4kit.checkpoint.request import Request
 from fp4kit.recipes.data import as_data
 from fp4kit.storage.errors import CheckpointError
@@ -51,35 +53,58 @@ def key_of(source: Source, request: Request) -> str:
 
 
 class Journal:
-    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs."""
+    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
+
+    Raises CheckpointError for the journal of another run, which stays as it is. A line that was cut counts as not written.
+    """
 
     def __init__(self, path: Path, key: str) -> None:
         self.measured: dict[str, Measured] = {}
         self.done: dict[str, Done] = {}
-        new = not path.exists()
-        if not new:
-            self._read(path, key)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        if new:
-            self._write({"key": key})
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            self._begin(path, key)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
 
-    def _read(self, path: Path, key: str) -> None:
-        lines = path.read_bytes().split(b"\n")
-        found = [_parsed(line) for line in lines]
-        if not found or found[0].get("key") != key:
+    def _begin(self, path: Path, key: str) -> None:
+        """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new journal."""
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        lines = [_parsed(line) for line in text[:end].splitlines()]
+        if lines and lines[0].get("key") != key:
             raise CheckpointError(
                 f"{path.parent}: was begun from another source, with other options or by another version; "
                 "remove it with `fp4kit clean`, and start again"
             )
-        self.measured = {one["measured"][0]: Measured(*one["measured"]) for one in found if "measured" in one}
-        self.done = {one["done"][0]: Done(*one["done"]) for one in found if "done" in one}
+        os.ftruncate(self._file, end)
+        for line in lines:
+            self._believe(line)
+        if not lines:
+            self._write({"key": key})
+
+    def _believe(self, line: Mapping[str, Any]) -> None:
+        with suppress(TypeError):  # a damaged line
+            if "measured" in line:
+                self.measured[str(line["measured"][0])] = Measured(*line["measured"])
+            if "done" in line:
+                self.done[str(line["done"][0])] = Done(*line["done"])
 
     def _write(self, line: dict[str, Any]) -> None:
-        os.write(self._file, json.dumps(line).encode() + b"\n")
+        data = json.dumps(line).encode() + b"\n"
+        while data:
+            data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
         """A weight was measured."""
@@ -89,14 +114,9 @@ class Journal:
         """A job wrote its bytes."""
         self._write({"done": list(found)})
 
-    def is_done(self, job: Job) -> bool:
-        """Whether a job was done and its bytes are still there."""
-        found = self.done.get(job.key)
-        return found is not None and all(target.path.exists() for target in job.targets) and digest(job) == found.sha256
-
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A line; nothing of one that was cut."""
+    """A line; nothing of one that is damaged."""
     try:
         value = json.loads(line)
     except ValueError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from fp4kit.checkpoint.execution import run_all
+from fp4kit.checkpoint.files import contained
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import load_object
 
@@ -30,9 +31,25 @@ def _digest(file: Any) -> str:  # Python 3.10
 
 
 def names_in(folder: Path) -> list[str]:
-    """Files of a directory and those below, by their names in it; hidden ones and the manifest are not."""
-    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    return sorted(name.as_posix() for name in found if not name.name.startswith(".") and name.as_posix() != MANIFEST)
+    """Files of a directory and those below, by their names in it, but for the manifest and what is hidden.
+
+    Links count where they stay inside, or lead to the blobs of a Hugging Face cache.
+    """
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
+    return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
+
+
+def is_hidden(name: PurePath) -> bool:
+    """Whether a part of a name begins with a dot; no file of a conversion does."""
+    return any(part.startswith(".") for part in name.parts)
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    try:
+        contained(path, folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def manifest_of(digests: Mapping[str, tuple[str, int]], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +61,7 @@ def manifest_of(digests: Mapping[str, tuple[str, int]], facts: Mapping[str, Any]
 def load_manifest(folder: Path) -> dict[str, Any] | None:
     """The manifest of a directory, None without. Raises CheckpointError for one that is not of this form."""
     path = folder / MANIFEST
-    if not path.is_file() or path.is_symlink():
+    if not path.is_file() or not _is_inside(path, folder):
         return None
     found = load_object(path, MANIFEST)
     files = found.get("files")

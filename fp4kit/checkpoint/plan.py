@@ -18,19 +18,15 @@ from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, VALUES, Container, OutputTensor
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.manifest import MANIFEST
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, looks_quantized, weights_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
-_QUANTIZED_NAMES = (
-    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
-    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
-)  # fmt: skip
-_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _WORDS = {
     jobs.QUANTIZE: "quantized", jobs.RENAME: "same codes", jobs.CAST: "same codes where exponents allow",
     jobs.CARRY: "same codes where scales are powers of two", jobs.REQUANTIZE: "decoded and quantized anew",
@@ -123,13 +119,6 @@ class Plan:
         return sum(tensor.bytes_out for tensor in self.tensors)
 
 
-def looks_quantized(entry: TensorEntry) -> bool:
-    """Whether a tensor is a scale or the codes of a quantized layer."""
-    if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
-        return True
-    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
-
-
 def _check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
     known = {part.entry.name for weight in weights.values() for part in weight.parts.values()}
@@ -201,6 +190,10 @@ class _Planner:
         parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
         decisions = decide(found, wishes, self.form.group_size)
+        if experts_only(self.form):
+            alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
+            others = {one.name for one in found if one.kind != "routed expert"}
+            decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
         return decisions
 
@@ -234,7 +227,7 @@ class _Planner:
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
         ignore, warnings = self._exclusions()
-        names = {file.name for file in self.source.files} | {INDEX}
+        names = {file.name for file in self.source.files} | {INDEX, MANIFEST}
         beside = auxiliary.scan(self.source.root, names)
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 

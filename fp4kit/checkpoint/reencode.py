@@ -7,60 +7,43 @@ amax of a group that shares a tensor scale is measured in the source. Nothing la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint import jobs, sharing
 from fp4kit.checkpoint.execution import run_all
-from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container
-from fp4kit.checkpoint.layers import pieces
+from fp4kit.checkpoint.files import Source
+from fp4kit.checkpoint.formats.container import INPUT_SCALE
+from fp4kit.checkpoint.pairs import Origin, origins
 from fp4kit.checkpoint.statistics import Tally, tally, total
-from fp4kit.checkpoint.weights import Located, Readers, Weight, slabs, values_of
+from fp4kit.checkpoint.weights import Located, Readers, Weight, slabs, weights_of
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 
-_WHOLE = 1 << 62  # as the bound of a slab: all rows at once
 _MADE_FROM_VALUES = (jobs.QUANTIZE, jobs.REQUANTIZE)
 
 
-class Origin(NamedTuple):
-    """Matrix `expert` of a weight of a checkpoint, and what it was made of: rows [span) of matrix `of` of a source weight."""
-
-    stored: Weight
-    expert: int
-    source: Weight
-    of: int
-    span: tuple[int, int]
-
-
-def origins(stored: Mapping[str, Weight], sources: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[Origin]:
-    """Match a checkpoint's weights, by the names of their modules, with those of a source; a shape that differs is no match."""
-    forms = [weight.container for weight in stored.values() if weight.container is not None]
-    split = next((form for form in forms if not form.keeps_stacks), None)
-    for source in sources:
-        same = stored.get(source.name)
-        if same is not None and same.shape == source.shape:
-            for e in range(source.experts):
-                yield Origin(same, e, source, e, (0, source.shape[-2]))
-        elif same is None and split is not None and len(source.shape) == 3:
-            yield from _experts(stored, source, split, config)
-
-
-def _experts(stored: Mapping[str, Weight], source: Weight, form: Container, config: Mapping[str, Any]) -> Iterator[Origin]:
-    """Layers of single experts that were a stack."""
-    try:
-        found = list(pieces(source, form, config, False))
-    except CheckpointError:  # interleaved halves: no such form has them
-        return
-    for piece in found:
-        same = stored.get(piece.module)
-        if same is not None and same.shape == (piece.span[1] - piece.span[0], source.shape[-1]):
-            yield Origin(same, 0, source, piece.expert, piece.span)
+def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
+    """(Layer, expert) -> where it comes from, of the weights of a checkpoint; one of another shape is none."""
+    stored = list(stored)
+    whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
+    forms = {weight.container for weight in stored if weight.container is not None}
+    by_form = {form: origins(original, form) for form in forms}
+    found: dict[tuple[str, int], Origin] = {}
+    for weight in stored:
+        same = whole.get(weight.name)
+        for e in range(weight.experts):
+            origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
+            if same is not None and same.shape == weight.shape:
+                origin = Origin(same, e, (0, same.shape[-2]))
+            if origin is not None and origin.shape == weight.shape[-2:]:
+                found[weight.name, e] = origin
+    return found
 
 
 @dataclass(frozen=True)
@@ -102,8 +85,13 @@ class Check:
         """Bytes of its source, or of itself, once."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
-        source, (first, end) = self.origin.source, self.origin.span
-        return source.nbytes * (end - first) // (source.experts * source.shape[-2])
+        source = self.origin.weight
+        return source.nbytes * self.origin.shape[0] // (source.experts * source.shape[-2])
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of its source that are read: it is measured, made anew, and looked at."""
+        return self.nbytes * (1 + self.needs_amax)
 
 
 @dataclass(frozen=True)
@@ -126,13 +114,13 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
     for weight in stored:
         for e in range(weight.experts):
             origin = found.get((weight.name, e))
-            if origin is None or (weight.container is None and origin.source.container is None):
+            if origin is None or (weight.container is None and origin.weight.container is None):
                 if weight.container is not None:
                     yield Check(weight, e)
                 continue
             device = settings.devices[number % len(settings.devices)]
             number += 1
-            job, why = _job(origin, groups.get(weight.name), settings, device)
+            job, why = _job(weight, e, origin, groups.get(weight.name, weight.name), settings, device)
             yield Check(weight, e, origin, job, why)
 
 
@@ -141,32 +129,31 @@ def _groups(stored: Iterable[Weight]) -> dict[str, str]:
     return sharing.shared_amax_groups([w.name for w in stored if w.container is not None and w.container.has_tensor_scale])
 
 
-def _job(origin: Origin, group: str | None, settings: Settings, device: int | None) -> tuple[jobs.Job | None, str]:
+def _job(
+    stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
+) -> tuple[jobs.Job | None, str]:
     """What makes a matrix anew, or why nothing can."""
-    form, recipe, source = origin.stored.container, settings.recipe, origin.source
-    action = jobs.action_of(source.container, form)
+    form, recipe = stored.container, settings.recipe
+    action = jobs.action_of(origin.weight.container, form)
     if action not in (jobs.RENAME, jobs.DEQUANTIZE):
         if recipe is None:
             return None, "no recipe is recorded"
         if form is None or not form.stores(recipe):
             return None, f"{recipe.id} has no place in {form}"
-    key = f"{origin.stored.name}#{origin.expert}"
-    nonfinite = "keep" if action == jobs.DEQUANTIZE else settings.nonfinite
+    targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
     return jobs.Job(
-        key, action, source, _targets(origin, settings), origin.of, origin.span, f"{group or origin.stored.name}#{origin.expert}",
-        recipe, form, settings.input_scale, nonfinite, origin.stored.transposed, device,
+        f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
+        settings.input_scale, "keep" if action == jobs.DEQUANTIZE else settings.nonfinite, stored.transposed, device,
     ), ""  # fmt: skip
 
 
-def _targets(origin: Origin, settings: Settings) -> tuple[jobs.Target, ...]:
+def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[jobs.Target, ...]:
     """Where the bytes of one matrix begin in each part; an input scale only where it is known what it was to be."""
-    weight = origin.stored
-    known = settings.input_scale is not None or INPUT_SCALE in origin.source.parts
     found = []
     for part, place in weight.parts.items():
-        if part != INPUT_SCALE or known:
+        if part != INPUT_SCALE or has_input_scale:
             count = place.entry.nbytes // weight.experts
-            found.append(jobs.Target(part, place.file.path, origin.expert * count, count, place.entry.dtype))
+            found.append(jobs.Target(part, place.file.path, expert * count, count, place.entry.dtype))
     return tuple(found)
 
 
@@ -194,16 +181,20 @@ class _Comparison:
         self.compared[part] += made.size
 
 
-def run(checks: Iterable[Check], executor: Executor | None) -> Iterator[Checked]:
-    """Measure the groups, then look at everything; results as they come."""
-    checks = list(checks)
+def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[Checked]:
+    """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to nbytes_read."""
     members: dict[str, list[jobs.Measured]] = defaultdict(list)
-    wanted = {check.key: check.job for check in checks if check.needs_amax and check.job is not None}
-    for one in run_all(executor, jobs.measure, [(job,) for job in wanted.values()]):
-        members[wanted[one.key].group].append(one)
+    wanted = {check.key: check for check in checks if check.needs_amax}
+    for one in run_all(executor, jobs.measure, [(check.job,) for check in wanted.values()]):
+        tick(wanted[one.key].nbytes)
+        job = wanted[one.key].job
+        assert job is not None
+        members[job.group].append(one)
     shared = {group: jobs.join_group(found) for group, found in members.items()}
     calls = [(check, shared.get(check.job.group) if check.job is not None else None) for check in checks]
-    yield from run_all(executor, look, calls)
+    for found in run_all(executor, look, calls):
+        tick(found.check.nbytes)
+        yield found
 
 
 def look(check: Check, shared: jobs.Measured | None) -> Checked:
@@ -224,19 +215,18 @@ def _tally(check: Check, readers: Readers) -> Tally:
     """Count the values of a matrix, against its source where there is one."""
     form, origin = check.stored.container, check.origin
     assert form is not None
-    height = 1 if origin is None or origin.source.container is None else origin.source.container.block[0]
+    height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
     found = []
     for slab in slabs(readers, check.stored, check.expert, None, height):
         assert slab.codes is not None and slab.scales is not None
-        x = None if origin is None else _source_rows(readers, origin, slab.start, len(slab.codes))
+        x = None if origin is None else _rows(origin, slab.start, len(slab.codes)).values(readers)
         found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x))
     return total(found)
 
 
-def _source_rows(readers: Readers, origin: Origin, start: int, count: int) -> np.ndarray:
+def _rows(origin: Origin, start: int, count: int) -> Origin:
     first = origin.span[0] + start
-    slab = next(slabs(readers, origin.source, origin.of, (first, first + count), most=_WHOLE))
-    return values_of(origin.source, slab)
+    return replace(origin, span=(first, first + count))
 
 
 def differing_bytes(stored: Located, source: Located) -> int:

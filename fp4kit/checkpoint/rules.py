@@ -22,10 +22,11 @@ _MAX_LAYERS = 100_000
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")  # leaf names of stacks of experts
 _GRANITE_STACKS = ("input_linear", "output_linear")
-_TOWERS = {
-    "visual", "vision_tower", "vision_model", "vision_encoder", "audio_tower", "audio_model", "mm_projector",
-    "multi_modal_projector", "talker", "token2wav", "code2wav",
-}  # fmt: skip
+# Encoders of images, sound and the like, what joins them to the language model, and what speaks.
+_TOWERS = re.compile(
+    r"(vision|visual|image|video|audio|speech)(_\w+)?|\w*(projector|connector|aligner|qformer|resampler)(_model)?"
+    r"|language_projection|merger|talker|token2wav|code2wav"
+)
 _HEADS = {"lm_head", "embed_out", "output_layer", "classifier", "score", "cls", "qa_outputs", "shared_head"}
 _EMBEDDINGS = {"emb", "wte", "wpe", "relative_attention_bias"}
 _ROUTERS = {"router", "router_gate", "shared_expert_gate", "shared_experts_gate"}
@@ -44,7 +45,7 @@ Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "line
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
     """Return what one part of a dotted name says of the tensor."""
-    if part in _TOWERS:
+    if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
         return "mtp"
@@ -226,8 +227,15 @@ def _head(tensor: Candidate) -> str | None:
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    part = "shared" if tensor.parts == ("shared",) else tensor.part("embedding")
+    part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")  # shared: of T5 and BART
     return f"embedding ({part})" if part else None
+
+
+def _embedding_layer(tensor: Candidate) -> str | None:
+    """Linear layers within an embedding, such as one of images, and projections of embeddings: a table ends in its own name."""
+    part, leaf = tensor.part("embedding"), tensor.parts[-1]
+    within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
+    return f"layer of an embedding ({part})" if within else None
 
 
 def _router(tensor: Candidate) -> str | None:
@@ -241,10 +249,15 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """As vLLM builds them: an indexer's wk and weights_proj, as one layer; a compressor; a state-space model's x_proj, dt_proj."""
-    parts, leaf = tensor.parts, tensor.parts[-1]
-    found = "compressor" in parts or leaf in ("weights_proj", "x_proj", "dt_proj") or (leaf == "wk" and "indexer" in parts)
-    return f"engines read it unquantized ({'.'.join(parts[-2:])})" if found else None
+    """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj, dt_proj."""
+    leaf = tensor.parts[-1]
+    if "compressor" in tensor.parts:
+        leaf = f"compressor.{leaf}"
+    elif leaf == "wk" and "indexer" in tensor.parts:
+        leaf = "indexer.wk"
+    elif leaf not in ("weights_proj", "x_proj", "dt_proj"):
+        return None
+    return f"engines read it unquantized ({leaf})"
 
 
 def _conv1d(tensor: Candidate) -> str | None:
@@ -278,9 +291,10 @@ FIRST_RULES = (  # before those of the layers that are kept
     Rule(_mtp, True, _mtp_prefix),
 )
 RULES = (
-    Rule(_head, True),
-    Rule(_embedding, False),
     Rule(_router, True),
+    Rule(_head, True),
+    Rule(_embedding_layer, True),
+    Rule(_embedding, False),
     Rule(_draft_input, True),
     Rule(_sensitive, True),
     Rule(_conv1d, True),

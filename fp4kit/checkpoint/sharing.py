@@ -80,6 +80,13 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def group_of(module: str) -> tuple[str, int] | None:
+    """Return the name of the group that a module shares its tensor amax with, and how many that may be; None: with no other."""
+    parent, leaf = split_module(module)
+    fusion = _FUSION_OF.get(leaf)
+    return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
+
+
 def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
     """Return a sentence for every converted half of a gated MLP whose other half is nowhere.
 
@@ -115,9 +122,9 @@ def _alike(module: str) -> str:
 
 
 def _gated(known: Collection[str]) -> set[str]:
-    """Return the up_proj and w3, as _alike, that have a gate somewhere."""
-    ups = ((module, *split_module(module)) for module in known if module.endswith(tuple(_GATE_OF)))
-    return {_alike(module) for module, parent, leaf in ups if leaf in _GATE_OF and join_module(parent, _GATE_OF[leaf]) in known}
+    """Return the up_proj and w3, as _alike, that have a gate in some layer or expert."""
+    gates = (split_module(module) for module in known if module.endswith(tuple(_PAIRS)))
+    return {_alike(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:

@@ -7,18 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source
 from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container
+from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.loaders import exclusions, required
-from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.matchers import READERS
-from fp4kit.checkpoint.plan import looks_quantized
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Wishes, decide
 from fp4kit.checkpoint.statistics import Tally
 from fp4kit.checkpoint.weights import Weight
-from fp4kit.storage.json_object import load_object
 
 
 @dataclass(frozen=True)
@@ -31,12 +29,11 @@ class Issue:
     loader: str = ""
 
 
-def strange_tensors(model: Source, weights: Mapping[str, Weight]) -> Iterator[Issue]:
+def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
     """Yield an issue for every tensor that looks like codes or scales and is part of no layer of a known form."""
-    parts = {part.entry.name for weight in weights.values() if weight.container for part in weight.parts.values()}
-    for name, (_, entry) in model.tensors.items():
-        if name not in parts and looks_quantized(entry):
-            yield Issue("error", name, f"{entry.dtype} {list(entry.shape)}: codes or scales of no form that is known here")
+    for name in model.unrecognised:
+        entry = model.tensors[name][1]
+        yield Issue("error", name, f"{entry.dtype} {list(entry.shape)}: codes or scales of no form that is known here")
 
 
 _FACTS = (
@@ -57,17 +54,15 @@ def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
             yield Issue(severity, name, text.format(count))
 
 
-def loader_issues(model: Source, weights: Mapping[str, Weight], tensor_scales: Mapping[str, float]) -> list[Issue]:
+def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
     """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number, as stored."""
-    form = _form(weights.values())
-    name = "bf16" if form is None else _container_id(form, weights.values(), model.config)
+    form, config = _form(model.layers.values()), model.config or {}
+    name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     if name not in required.REQUIRED:
         return [Issue("warning", "model", f"{name}: of this form of checkpoint no loader is known here")]
     tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
-    path = model.root / HF_QUANT_CONFIG
-    beside = load_object(path, HF_QUANT_CONFIG) if path.is_file() and not path.is_symlink() else None
-    found = [*required.findings(name, tensors, tensor_scales, model.config, beside), *_exclusions(model, weights, name, form)]
-    return [_issue(one) for one in found]
+    found = required.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
+    return [_issue(one) for one in (*found, *_exclusions(model, name, form))]
 
 
 def _issue(found: Finding) -> Issue:
@@ -91,9 +86,9 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     return container_id(form, 2 * sum(have) > len(have))
 
 
-def _exclusions(model: Source, weights: Mapping[str, Weight], name: str, form: Container | None) -> Iterator[Finding]:
+def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
     """Yield what engines get wrong by the exclusion list."""
-    declared = model.config.get("quantization_config")
+    declared = (model.config or {}).get("quantization_config")
     if form is None or not READERS.get(name) or form.format not in SYNTAX or not isinstance(declared, Mapping):
         return
     try:
@@ -101,25 +96,23 @@ def _exclusions(model: Source, weights: Mapping[str, Weight], name: str, form: C
     except ValueError as error:
         patterns = ()
         for reader in READERS[name]:
-            yield exclusions.finding(reader.engine, "error", "config.json", str(error))
-    converted = [weight.name for weight in weights.values() if weight.container is not None]
-    yield from exclusions.check(name, patterns, _unquantized(model, weights, form), converted)
+            yield finding(reader.engine, "error", "config.json", str(error))
+    yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers))
 
 
-def _unquantized(model: Source, weights: Mapping[str, Weight], form: Container) -> list[str]:
+def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """Linear layers and stacks of experts that are plain numbers, which engines ask the exclusion list about."""
-    facts = model_facts(model.config)
-    parts = {part.entry.name for weight in weights.values() if weight.container for part in weight.parts.values()}
+    facts = model_facts(model.config or {})
+    parts = {part.entry.name for weight in model.layers.values() for part in weight.parts.values()}
     found = []
     for name, (_, entry) in model.tensors.items():
-        weight = weights.get(name)
+        weight = model.weights.get(name)
         if name not in parts and weight is None:
             found.append(candidate(name, entry.dtype, entry.shape, facts))
         elif name not in parts and weight is not None:
             found.append(Candidate(name, weight.name, weight.dtype, weight.shape, facts))
-    modules = {one.name: one.module for one in found}
     decisions = decide(found, Wishes(), form.group_size)
-    return [modules[name] for name, decision in decisions.items() if decision.converted or decision.listed]
+    return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:

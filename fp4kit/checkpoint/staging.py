@@ -1,25 +1,41 @@
 """A directory that appears whole or not at all: it is filled under a hidden name beside its place, then renamed.
 
-The hidden name is ``.NAME.partial``. While a run fills it, it holds a lock there, which the system takes back however the run ends.
+The hidden name is ``.NAME.partial``. A run holds a lock there, which the system takes back however the run ends. A run that was
+interrupted, or that the machine failed, leaves it with a journal of what was done; one that cannot succeed removes it.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fp4kit.checkpoint.files import resolved
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.whole_file import sync_directory
 
 try:
     import fcntl
+    HAS_LOCKS = True
 except ImportError:  # Windows: two runs into one place are not told apart
-    fcntl = None  # type: ignore[assignment]
+    HAS_LOCKS = False
 
-LOCK, JOURNAL = ".lock", ".journal.jsonl"  # in the partial directory, removed before it gets its name
+_PUBLISHED: dict[str, tuple[int, int]] = {}  # destination -> device and inode of the directory that this process made for it
+LOCK, JOURNAL = ".lock", ".journal.jsonl"  # in the partial directory; no file of a model has a name that begins with a dot
+
+
+def is_published(destination: Path) -> bool:
+    """Whether a destination is what this process filled and renamed: then it is whole, whatever was raised since."""
+    try:
+        found = os.lstat(destination)
+    except OSError:
+        return False
+    return _PUBLISHED.get(os.path.abspath(destination)) == (found.st_dev, found.st_ino)
 
 
 def partial_of(destination: Path) -> Path:
@@ -31,13 +47,10 @@ def check_destination(source: Path, destination: Path) -> None:
     """Raise CheckpointError unless ``destination`` is new, in an existing directory, and apart from ``source``."""
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
-    if not destination.parent.is_dir():
+    if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
-    try:
-        real_source = source.resolve()
-        real = destination.parent.resolve() / destination.name
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{destination}: cannot be resolved ({shown(str(error))}); name a path without a loop of links") from None
+    real_source = resolved(source)
+    real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
         raise CheckpointError(f"{destination}: lies inside the source {source}; name a directory outside it")
     if real_source.is_relative_to(real):
@@ -57,34 +70,54 @@ def check_space(destination: Path, needed: int) -> None:
 
 
 def check_partial(destination: Path, resume: bool) -> None:
-    """Raise CheckpointError for what another run left or is writing, unless it is to be resumed; or if there is nothing to resume."""
+    """Raise CheckpointError for what another run left, unless it is to be resumed, or is writing; and if nothing is to resume."""
     partial = partial_of(destination)
     there = os.path.lexists(partial)
+    if there and not _is_folder(partial):
+        raise CheckpointError(f"{partial}: was not made by a conversion; move it away, or name another directory")
     if there and is_live(partial):
-        raise CheckpointError(f"{destination}: another run is writing to it; wait for that one, or name another directory")
+        raise _taken(destination)
     if there and not resume:
-        raise CheckpointError(
-            f"{partial}: left by an interrupted run; go on with --resume, or remove it with `fp4kit clean {destination}`"
-        )
+        raise CheckpointError(f"{partial}: left by an interrupted run; {ways_on(destination)}")
     if resume and not there:
         raise CheckpointError(f"{destination}: there is no interrupted run to resume; leave --resume out")
 
 
+def ways_on(destination: Path) -> str:
+    """What may be done about a run that was interrupted."""
+    return f"go on with --resume, or remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
+
+
 def is_live(partial: Path) -> bool:
     """Whether a run holds the lock of a partial directory."""
-    if fcntl is None:
-        return False
     try:
-        descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
+        return not _take(descriptor)
     finally:
         os.close(descriptor)
-    return False
+
+
+def _take(descriptor: int) -> bool:
+    """Take a lock; False if another process has it. Where the file system knows no locks, nobody has it."""
+    if not HAS_LOCKS:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    return True
+
+
+def _is_folder(partial: Path) -> bool:
+    return partial.is_dir() and not partial.is_symlink()
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a run made a directory: it has a lock, or is empty, where the run ended before that."""
+    return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
 def remove_partial(destination: Path) -> Path | None:
@@ -95,77 +128,122 @@ def remove_partial(destination: Path) -> Path | None:
     partial = partial_of(destination)
     if not os.path.lexists(partial):
         return None
-    if partial.is_symlink() or not partial.is_dir() or not (partial / LOCK).is_file():
+    if not is_partial(partial):
         raise CheckpointError(f"{partial}: was not made by a conversion; remove it yourself")
-    if is_live(partial):
-        raise CheckpointError(f"{partial}: a run is writing to it; stop that one first")
-    shutil.rmtree(partial)
+    lock = _locked(partial, destination)
+    try:
+        _remove(partial)
+    finally:
+        os.close(lock)
     return partial
+
+
+def _remove(partial: Path) -> None:
+    """Remove a partial directory, the lock at last: until then, no other run takes it over."""
+    clear(partial, {LOCK})
+    (partial / LOCK).unlink(missing_ok=True)
+    partial.rmdir()
+
+
+def clear(folder: Path, keep: Collection[str]) -> None:
+    """Remove all of a directory but the regular files of these names; no link is followed."""
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.name not in keep or not entry.is_file(follow_symlinks=False):
+            os.unlink(entry.path)
 
 
 def copy_file(source: Path, destination: Path) -> None:
     """Copy the bytes of a regular file into a new file, creating its directories."""
     destination.parent.mkdir(parents=True, exist_ok=True)
-    with source.open("rb") as reader, destination.open("xb") as writer:
+    descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as reader, destination.open("xb") as writer:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointError(f"{shown(source.name)}: is no regular file any more; run again when nothing writes there")
         shutil.copyfileobj(reader, writer, 1 << 20)
         writer.flush()
         os.fsync(writer.fileno())
 
 
 class Stage:
-    """The partial directory of a run. published: whether it has got its name."""
+    """The partial directory of a run. is_ours: what is in it may be removed; published: it has got its name."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.published = folder, False
+    def __init__(self, folder: Path, is_ours: bool) -> None:
+        self.folder, self.is_ours, self.published = folder, is_ours, False
+
+    def is_kept_after(self, error: BaseException) -> bool:
+        """Whether there is something to go on with: not after a verdict on the model or the request, which would come again."""
+        return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
 
 
 @contextmanager
 def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]:
     """Yield the partial directory of a destination; at the end it gets its name.
 
-    After an error it is removed. An interrupted run (KeyboardInterrupt, SystemExit) leaves it, if its journal says that there is
-    something to go on with.
+    After a CheckpointError it is removed. After all else (KeyboardInterrupt, SystemExit, a full disk, workers that died) it stays
+    if it has a journal. One that is to be resumed stays in any case until the run calls it its own: see Stage.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)
     try:
         partial.mkdir(mode=0o700, exist_ok=resume)
+    except FileExistsError:
+        raise _taken(destination) from None
     except OSError as error:
         raise CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror})") from None
-    stage = Stage(partial)
+    stage = Stage(partial, is_ours=not resume)
     lock = _locked(partial, destination)
     try:
         yield stage
-        for name in (LOCK, JOURNAL):
-            (partial / name).unlink(missing_ok=True)
-        os.chmod(partial, 0o777 & ~_umask())
-        for folder, _, _ in os.walk(partial):
-            sync_directory(Path(folder))
-        if os.path.lexists(destination):
-            raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
-        os.rename(partial, destination)
-        stage.published = True
+        _publish(stage, destination)
     except BaseException as error:
-        keep = not isinstance(error, Exception) and (partial / JOURNAL).exists()
-        if not keep and not stage.published:
-            shutil.rmtree(partial, ignore_errors=True)
+        if partial.exists() and not stage.published and not stage.is_kept_after(error):
+            with suppress(OSError):
+                _remove(partial)
         raise
     finally:
-        if lock is not None:
-            os.close(lock)
+        os.close(lock)
     sync_directory(destination.parent)
 
 
-def _locked(partial: Path, destination: Path) -> int | None:
+def _publish(stage: Stage, destination: Path) -> None:
+    """Give a partial directory its name. The lock goes after that: no other run may take the directory for its own before."""
+    partial = stage.folder
+    (partial / JOURNAL).unlink(missing_ok=True)
+    os.chmod(partial, 0o777 & ~_umask())
+    for folder, _, _ in os.walk(partial):
+        sync_directory(Path(folder))
+    if os.path.lexists(destination):
+        raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
+    _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
+    os.rename(partial, destination)
+    stage.published = True
+    (destination / LOCK).unlink(missing_ok=True)
+
+
+def _locked(partial: Path, destination: Path) -> int:
     """The lock of a partial directory, as an open file."""
-    descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    if fcntl is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(descriptor)
-            raise CheckpointError(f"{destination}: another run is writing to it; wait for that one") from None
+    try:
+        descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be locked ({error.strerror}); another run may just have ended there") from None
+    if not (_take(descriptor) and _is_still(descriptor, partial / LOCK)):
+        os.close(descriptor)
+        raise _taken(destination)
     return descriptor
+
+
+def _taken(destination: Path) -> CheckpointError:
+    return CheckpointError(f"{destination}: another run is writing to it; wait for that one, or name another directory")
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether an open file has its name yet: the run that had it may have ended just now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _umask() -> int:

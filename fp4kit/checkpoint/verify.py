@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint import reencode
+from fp4kit.checkpoint.convert import Options
 from fp4kit.checkpoint.execution import executor_of, run_all
-from fp4kit.checkpoint.files import Source, open_source
+from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
-from fp4kit.checkpoint.journal import header_digest
+from fp4kit.checkpoint.inspect import Checkpoint
+from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import differences, load_manifest
 from fp4kit.checkpoint.reencode import Check, Checked, Settings
 from fp4kit.checkpoint.soundness import Issue, loader_issues, stored_issues, strange_tensors
 from fp4kit.checkpoint.statistics import Tally, total
-from fp4kit.checkpoint.weights import Located, Readers, Weight, located, tensor_scale_of, weights_of
+from fp4kit.checkpoint.weights import Located, Readers, Weight, located, tensor_scale_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.data import from_data
-from fp4kit.storage.errors import CheckpointError, shown
-
-Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class VerifyOptions:
-    """How it is executed; the report does not depend on it. As convert.Options; progress: of Verification.nbytes."""
-
-    workers: int = 1
-    executor: Executor | None = None
-    devices: Sequence[int] = ()
-    progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.workers) is not int or self.workers < 1:
-            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of processes, at least 1, is needed")
+from fp4kit.storage.errors import shown
+from fp4kit.storage.json_object import load_object
 
 
 @dataclass(frozen=True)
@@ -108,32 +95,32 @@ class VerifyReport:
 class Verification:
     """A verification that has read headers and configs alone. issues: what these tell."""
 
-    model: Source
-    source: Source | None
+    root: Path
+    source: Path | None
     settings: Settings
     checks: tuple[Check, ...]
     copies: tuple[tuple[Located, Located], ...]
     issues: tuple[Issue, ...]
-    weights: Mapping[str, Weight] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that will be read, of source tensors, or of those of the checkpoint without a source."""
-        return sum(check.nbytes for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
+        """Bytes to read, of source tensors, or of those of the checkpoint without a source: options.progress adds up to it."""
+        return sum(check.nbytes_read for check in self.checks) + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
 def verify(
     destination: str | Path,
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
-    options: VerifyOptions | None = None,
+    options: Options | None = None,
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``.
 
     source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group that shares a
         tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
     recipe: of quantized layers; by default the one that the checkpoint records.
-    Raises CheckpointError for directories that cannot be opened. Memory does not grow with the model.
+    options: as of convert; resume means nothing here. Memory does not grow with the model.
+    Raises CheckpointError for directories that cannot be opened.
     """
     return execute(prepare(destination, source, recipe, options), options)
 
@@ -142,20 +129,27 @@ def prepare(
     destination: str | Path,
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
-    options: VerifyOptions | None = None,
+    options: Options | None = None,
 ) -> Verification:
     """Read headers and configs of both, match their layers, and see what loaders would say; see verify."""
-    model = open_source(Path(destination))
-    weights = weights_of(model.tensors, model.config)
-    issues = [*strange_tensors(model, weights), *loader_issues(model, weights, _tensor_scales(weights.values()))]
+    model = _opened(Path(destination))
+    scales = _tensor_scales(model.layers.values())
+    issues = [*strange_tensors(model), *loader_issues(model, scales)]
     if source is None:
-        checks = tuple(reencode.checks_of(weights.values(), {}, Settings()))
-        return Verification(model, None, Settings(), checks, (), tuple(issues), weights)
+        checks = tuple(reencode.checks_of(model.layers.values(), {}, Settings()))
+        return Verification(model.path, None, Settings(), checks, (), tuple(issues))
     original = open_source(Path(source))
-    settings, said = _settings(model, recipe, options or VerifyOptions())
-    pairs = _Pairs(model, original, weights, settings)
-    found = (*issues, *said, *_other_source(model, original), *pairs.issues())
-    return Verification(model, original, settings, pairs.checks, pairs.copies, found, weights)
+    settings, said = _settings(model, recipe, options or Options())
+    beside = _Beside(model, original, settings)
+    found = (*issues, *said, *_other_source(model, original), *beside.issues())
+    return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
+
+
+def _opened(root: Path) -> Checkpoint:
+    """A model directory; unlike inspect's, it must have a config."""
+    found = open_source(root)
+    beside = load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
+    return Checkpoint(root, found.files, found.config, beside)
 
 
 def _tensor_scales(weights: Iterable[Weight]) -> dict[str, float]:
@@ -165,12 +159,11 @@ def _tensor_scales(weights: Iterable[Weight]) -> dict[str, float]:
         return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 
 
-def _settings(model: Source, wanted: str | Recipe | None, options: VerifyOptions) -> tuple[Settings, list[Issue]]:
+def _settings(model: Checkpoint, wanted: str | Recipe | None, options: Options) -> tuple[Settings, list[Issue]]:
     """How the checkpoint was made, as its manifest and its config say."""
-    manifest = load_manifest(model.root) or {}
-    request = manifest.get("request")
+    request = (load_manifest(model.path) or {}).get("request")
     request = request if isinstance(request, dict) else {}
-    declared = model.config.get("quantization_config")
+    declared = (model.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     said = request.get("recipe") or (own.get("recipe") if isinstance(own, dict) else None)
     issues = []
@@ -186,28 +179,24 @@ def _settings(model: Source, wanted: str | Recipe | None, options: VerifyOptions
     return Settings(found, scale, "saturate" if nonfinite == "saturate" else "keep", devices), issues
 
 
-def _other_source(model: Source, original: Source) -> list[Issue]:
+def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     """Files of the source that are not those that the manifest names."""
-    facts = (load_manifest(model.root) or {}).get("source")
+    facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
         return []
-    now = {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in original.files}
     names = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
     return [Issue("warning", name, "is not the file of the source that was converted: size or header differ") for name in names]
 
 
-class _Pairs:
-    """What of a checkpoint was made of what of its source. checks: quantized and decoded layers; copies: all others."""
+class _Beside:
+    """A checkpoint beside its source. checks: of quantized and decoded layers; copies: all other tensors that both have."""
 
-    def __init__(self, model: Source, original: Source, weights: Mapping[str, Weight], settings: Settings) -> None:
-        self._model, self._original, self._weights = model, original, weights
-        self._sources = weights_of(original.tensors, original.config)
-        stored = {weight.name: weight for weight in weights.values()}
-        found = list(reencode.origins(stored, self._sources.values(), original.config))
-        self._origins = {(origin.stored.name, origin.expert): origin for origin in found}
-        self.checks = tuple(reencode.checks_of(weights.values(), self._origins, settings))
+    def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
+        self._model, self._original = model, original
+        weights = model.weights.values()
+        self.checks = tuple(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
-        self._used = {p.entry.name for check in self.checks if check.origin for p in check.origin.source.parts.values()}
+        self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._alike, self._unlike = self._copied()
         self.copies = tuple(self._alike.values())
 
@@ -238,20 +227,17 @@ class _Pairs:
         return found
 
 
-def execute(prepared: Verification, options: VerifyOptions | None = None) -> VerifyReport:
+def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
     """Do what was prepared; see verify."""
-    options = options or VerifyOptions()
-    tick: Progress = options.progress or (lambda count: None)
+    options = options or Options()
+    tick = options.progress or (lambda count: None)
     with executor_of(options.executor, options.workers) as executor:
-        found = []
-        for one in reencode.run(prepared.checks, executor):
-            tick(one.check.nbytes)
-            found.append(one)
+        found = list(reencode.run(prepared.checks, executor, tick))
         changed = []
         for stored, count in run_all(executor, _copy_differs, list(prepared.copies)):
             tick(stored.entry.nbytes)
             changed += [(stored.entry.name, count)] if count else []
-        told = differences(prepared.model.root, executor)
+        told = differences(prepared.root, executor)
     return _report(prepared, found, sorted(changed), told)
 
 
@@ -276,8 +262,7 @@ def _report(
     issues += [issue for layer in layers for issue in _differing(layer, prepared.settings.recipe)]
     issues += [Issue("error", name, f"was copied, but {count} bytes differ from the source") for name, count in changed]
     return VerifyReport(
-        prepared.model.root, None if prepared.source is None else prepared.source.root,
-        prepared.settings.recipe.id if prepared.settings.recipe else None,
+        prepared.root, prepared.source, prepared.settings.recipe.id if prepared.settings.recipe else None,
         tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
         layers, len(prepared.copies), tuple(changed), tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
     )  # fmt: skip

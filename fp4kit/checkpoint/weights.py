@@ -6,7 +6,7 @@ as [E, N, K].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -16,11 +16,20 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.decode import decode_rows
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
 
-SLAB_BYTES = 16 << 20  # of source elements that are in memory at a time
+SLAB_BYTES = 4 << 20  # of source elements that are in memory at a time: fresh pages of 16 MB cost as much as reading them
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
-_STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")
+
+_QUANTIZED_NAMES = (
+    ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
+    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
+)  # fmt: skip
+_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+
+
+_TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
 
 
 class Located(NamedTuple):
@@ -34,7 +43,7 @@ class Located(NamedTuple):
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
-    shape: (N, K) or (E, N, K). parts: VALUES of plain numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
+    shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
     """
 
     name: str
@@ -70,8 +79,20 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
-def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any]) -> dict[str, Weight]:
-    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors."""
+def looks_quantized(entry: TensorEntry) -> bool:
+    """Whether a tensor is a scale or the codes of a quantized layer."""
+    if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
+        return True
+    return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
+
+
+def weights_of(
+    tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], config: Mapping[str, Any], damaged: bool = False
+) -> dict[str, Weight]:
+    """Name of values or codes -> weight, of all that are quantized, and of plain matrices and stacks; in the order of tensors.
+
+    damaged: layers count, too, whose block scales have another shape than they should, or whose tensor scale is missing.
+    """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
@@ -79,7 +100,7 @@ def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], confi
     for container in _by_config(config):
         for name in places:
             module = container.module_of(name)
-            weight = None if module is None or name in taken else _stored(module, container, places)
+            weight = None if module is None or name in taken else _stored(module, container, places, damaged)
             if weight is not None:
                 found[weight.tensor] = weight
                 taken |= {part.entry.name for part in weight.parts.values()}
@@ -89,24 +110,25 @@ def weights_of(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]], confi
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Containers, those of the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same tensors."""
+    """Containers, the declared method first: MXFP8 of Model-Optimizer and of compressed-tensors have the same tensors."""
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
     return sorted(CONTAINERS, key=lambda known: not known.format or known.format != method)
 
 
-def _stored(module: str, container: Container, places: Mapping[str, Located]) -> Weight | None:
+def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    if not {CODES, SCALES} <= set(parts) or container.has_tensor_scale != (TENSOR_SCALE in parts):
+    if not {CODES, SCALES} <= set(parts) or not (damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)):
         return None
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
         return None
-    for part, spec in container.specs(shape, INPUT_SCALE in parts).items():
-        entry = parts[part].entry
+    specs = container.specs(shape, INPUT_SCALE in parts)
+    for part, place in parts.items():
+        entry, (dtype, wanted) = place.entry, specs[part]
         scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(shape) == 2 and prod(entry.shape) == 1
-        if entry.dtype != spec[0] or (entry.shape != spec[1] and not scalar):
+        if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container, parts)
 
@@ -119,7 +141,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
     if len(entry.shape) == 2 and module != name:
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
-    if len(entry.shape) != 3 or leaf not in _STACKS or "experts" not in parent.split("."):
+    if len(entry.shape) != 3 or leaf not in STACKS or "experts" not in parent.split("."):
         return None
     transposed = _is_transposed(parent, places, config)
     experts, a, b = entry.shape
@@ -128,7 +150,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
     """Whether a stack of experts is [E, K, N]: as gate_up and down fit each other, else by the type of the model."""
-    by_type = str(config.get("model_type", "")) in ("gpt_oss", "llama4", "llama4_text")
+    by_type = has_turned_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
     gate_up, down = (places.get(name, places.get(f"{name}.weight")) for name in names)
     if gate_up is None or down is None or len(gate_up.entry.shape) != 3 or len(down.entry.shape) != 3:
@@ -138,16 +160,28 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     return fits[1] if fits[0] != fits[1] else by_type
 
 
+def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
+    """(E, N, K) of a stack of experts that is seen alone, as models of its type have it."""
+    experts, a, b = shape
+    return (experts, b, a) if has_turned_stacks(config) else (experts, a, b)
+
+
+def has_turned_stacks(config: Mapping[str, Any]) -> bool:
+    """Whether models of a type keep stacks of experts as [E, K, N]."""
+    return str(config.get("model_type", "")) in _TURNED
+
+
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether rows of gate_up are gate 0, up 0, gate 1, ...: gpt-oss; all others have the gate's rows first."""
     return str(config.get("model_type", "")) == "gpt_oss"
 
 
 class Readers:
-    """Open files, each opened once; close, or use it in a with statement."""
+    """Open files, each opened once; close, or use it in a with statement. tick: called with the bytes of each read."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: Callable[[int], None] | None = None) -> None:
         self._open: dict[Any, TensorReader] = {}
+        self._tick = tick
 
     def __enter__(self) -> Readers:
         return self
@@ -169,7 +203,10 @@ class Readers:
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
         """Bytes of a tensor."""
-        return self.of(place.file).read_bytes(place.entry, start, count)
+        data = self.of(place.file).read_bytes(place.entry, start, count)
+        if self._tick is not None:
+            self._tick(data.size)
+        return data
 
     def array(self, place: Located) -> np.ndarray:
         """A whole tensor."""
@@ -221,6 +258,8 @@ def slabs(
     step = max(most // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
     turned = _Turned(readers, weight, expert) if weight.transposed else None
+    if turned is not None and not turned.is_read:
+        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
@@ -261,6 +300,11 @@ class _Turned:
         if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
             self._all = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole matrix is in memory."""
+        return self._all is not None
+
     def _read(self, start: int, count: int) -> np.ndarray:
         size = self._dtype.itemsize
         return self._readers.bytes(self._weight.located, (self._first + start) * size, count * size).view(self._dtype)
@@ -269,8 +313,10 @@ class _Turned:
         """Rows [start, start + count), contiguous."""
         if self._all is not None:
             return np.ascontiguousarray(self._all[:, start : start + count].T)
-        columns = [self._read(k * self._rows + start, count) for k in range(self._columns)]
-        return np.ascontiguousarray(np.stack(columns, axis=1))
+        found = np.empty((count, self._columns), self._dtype)
+        for k in range(self._columns):
+            found[:, k] = self._read(k * self._rows + start, count)
+        return found
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
@@ -280,3 +326,12 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
 
+
+def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
+    """Columns [first, end) of a slab; of a quantized weight, whole blocks."""
+    if slab.values is not None:
+        return slab._replace(values=slab.values[:, first:end])
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    bits, wide = weight.container.element.bits, weight.container.block[1]
+    codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
+    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command
 from fp4kit.evidence import fuzz, fuzz_processes
 from fp4kit.evidence.fuzz_cases import OPERATIONS, Pool
 from fp4kit.recipes import recipe
@@ -22,13 +20,14 @@ _SHOWN = 20  # reasons why calls were refused or declined
 
 def register(commands: Any) -> None:
     """Add the command to the subparsers of fp4kit."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "fuzz",
-        help="compare drawn calls on the GPU with the specification, in every bit",
+        _fuzz,
+        "compare drawn calls on the GPU with the specification, in every bit",
         description="Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in every "
         "bit, and check what must hold on each. Without a GPU, the specification alone. Exit status: 0 nothing is wrong, "
         "1 something is, 2 an error.",
-        allow_abbrev=False,
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
     parser.add_argument("--cases", type=int, metavar="K", help="stop after so many cases of each process")
@@ -39,20 +38,17 @@ def register(commands: Any) -> None:
     parser.add_argument("--operations", nargs="+", metavar="NAME", help=f"draw from these: {', '.join(OPERATIONS)}")
     parser.add_argument("--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)")
     parser.add_argument("--host", action="store_true", help="the specification alone, also where there is a GPU")
-    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
-    parser.set_defaults(func=_fuzz)
 
 
-def _fuzz(args: argparse.Namespace) -> int:
+def _fuzz(args: argparse.Namespace, out: Output) -> int:
     for name, least in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}; needs {least} or more")
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
-    print(where if engine else f"No GPU ({where}): the specification alone, against what must hold for it")
-    report = _run(args, engine, _pool(args))
-    _print(report, _pool_options(args))
-    if args.json:
-        Path(args.json).write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+    out.line(where if engine else f"No GPU ({where}): the specification alone, against what must hold for it")
+    report = _run(args, engine, _pool(args), not args.quiet and sys.stderr.isatty())
+    _print(out, report, _pool_options(args))
+    out.document("fuzz/1", report.as_json())
     return 1 if report.total("failed") else 0
 
 
@@ -71,11 +67,11 @@ def _pool_options(args: argparse.Namespace) -> str:
     return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 
 
-def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool) -> fuzz.Report:
+def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool, shown: bool) -> fuzz.Report:
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
         task = bar.add_task("drawing", calls=0, failed=0)
 
         def progress(calls: int, failed: int) -> None:
@@ -90,30 +86,25 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool) -> fu
         return fuzz_processes.run(work, args.seed, args.processes, progress)
 
 
-def _print(report: fuzz.Report, options: str) -> None:
-    console = Console() if sys.stdout.isatty() else Console(width=130)
-    console.print(table(report))
+def _print(out: Output, report: fuzz.Report, options: str) -> None:
+    out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
     reasons = report.reasons.most_common()
     for reason, number in reasons[:_SHOWN]:
-        print(f"{number:6} {reason}")
+        out.verbatim(f"{number:6} {reason}")
     if len(reasons) > _SHOWN:
-        print(f"       and {len(reasons) - _SHOWN} more reasons")
+        out.verbatim(f"       and {len(reasons) - _SHOWN} more reasons")
     for failure in report.failures:
-        print(f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}")
-        print(failure.script)
+        out.verbatim(f"\n# fp4kit fuzz --case {failure.case}{options}\n# {failure.kind}: {failure.text}\n# {failure.shrunk}")
+        out.verbatim(failure.script)
     calls, values = report.total("calls"), report.total("values")
     rate = calls / max(report.seconds, 1e-3)
-    print(
+    out.line(
         f"{report.total('cases'):,} cases, {calls:,} calls ({rate:,.0f}/s), {values:,} values compared, "
         f"{report.total('failed'):,} failures; {report.redrawn} variants drawn anew; {report.seconds:.0f} s"
     )
 
 
-def table(report: fuzz.Report) -> Table:
+def rows(report: fuzz.Report) -> list[tuple[str, ...]]:
     """One row for each operation: what was drawn, and what came of it."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("operation", *fuzz.COUNTED):
-        result.add_column(column, justify="left" if column == "operation" else "right")
-    for operation in sorted(report.operations):
-        result.add_row(operation, *(f"{report.operations[operation][name]:,}" for name in fuzz.COUNTED))
-    return result
+    counts = report.operations
+    return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from fp4kit.cli import tables
+from fp4kit.cli.guard import DIFFERENT, DONE
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command
 from fp4kit.evidence import agreement
-from fp4kit.evidence.check import check_recipe
+from fp4kit.evidence.check import Result, check_recipe
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
 from fp4kit.recipes import recipe, recipes
@@ -21,44 +19,40 @@ from fp4kit.recipes import recipe, recipes
 
 def register(commands: Any) -> None:
     """Add the commands to the subparsers of fp4kit."""
-    listing = commands.add_parser("recipes", help="list the recipes, or check them against recorded outputs", allow_abbrev=False)
+    listing = add_command(commands, "recipes", _recipes, "list the recipes, or check them against recorded outputs")
     listing.add_argument("ids", nargs="*", metavar="ID", help="recipes to show (default: all)")
-    output = listing.add_mutually_exclusive_group()
-    output.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
-    output.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
+    what = listing.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
+    what.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
     listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: those of the package)")
-    listing.set_defaults(func=_recipes)
-    commands.add_parser("formats", help="list the number formats", allow_abbrev=False).set_defaults(func=_formats)
+    add_command(commands, "formats", _formats, "list the number formats")
 
 
-def _console() -> Console:
-    """Standard output; as wide as a table needs when it is not a terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=200)
-
-
-def _print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], right: tuple[str, ...] = ()) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    _console().print(table)
-
-
-def _recipes(args: argparse.Namespace) -> int:
+def _recipes(args: argparse.Namespace, out: Output) -> int:
     ids = tuple(recipe(name).id for name in args.ids) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
     if args.check:
-        return _check(ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
+        return _check(out, ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
     if args.agreement:
-        _print_table(agreement.COLUMNS, agreement.agreement_rows())
-        return 0
-    _print_table(tables.RECIPE_COLUMNS, tables.recipe_rows(ids))
-    return 0
+        rows = agreement.agreement_rows()
+        out.table(agreement.COLUMNS, rows)
+        out.document("agreement/1", {"groups": _objects(agreement.COLUMNS, rows)})
+        return DONE
+    rows = tables.recipe_rows(ids)
+    out.table(tables.RECIPE_COLUMNS, rows)
+    listed = [{"id": id, **row} for id, row in zip(ids, _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True)]
+    out.document("recipes/1", {"recipes": listed})
+    return DONE
 
 
-def _check(ids: tuple[str, ...], golden: GoldenSet) -> int:
+def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """The rows of a table as objects, whose keys are the titles with ``_`` for spaces."""
+    keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
+    return [dict(zip(keys, row, strict=True)) for row in rows]
+
+
+def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     """Print arrays equal / arrays compared for each recipe; 1 if any is unequal or nothing could be compared."""
     results = [check_recipe(name, golden) for name in ids]
     rows = []
@@ -66,16 +60,27 @@ def _check(ids: tuple[str, ...], golden: GoldenSet) -> int:
         variants = sorted({f"{row.file}/{row.variant}" for row in ROWS if row.recipe == result.recipe})
         count = f"{result.equal} / {result.compared}" if result.compared else "no vectors"
         rows.append((result.recipe, count, ", ".join(variants)))
-    _print_table(("recipe", "arrays equal", "recorded as"), rows, right=("arrays equal",))
+    out.table(("recipe", "#arrays equal", "recorded as"), rows)
     for result in results:
         for difference in result.differences:
-            print(f"{result.recipe}: {difference.key}: {difference.differing} of {difference.size} differ")
+            out.line(f"{result.recipe}: {difference.key}: {difference.differing} of {difference.size} differ")
     equal, compared = sum(r.equal for r in results), sum(r.compared for r in results)
-    print(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
-    return 0 if compared and equal == compared else 1
+    out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
+    checked = [{"id": r.recipe, "equal": r.equal, "compared": r.compared, "differences": _differences(r)} for r in results]
+    out.document("recipes.check/1", {"equal": equal, "compared": compared, "recipes": checked})
+    return DONE if compared and equal == compared else DIFFERENT
 
 
-def _formats(args: argparse.Namespace) -> int:
-    _print_table(tables.FORMAT_COLUMNS, tables.format_rows())
-    _print_table(tables.BLOCK_COLUMNS, tables.block_rows())
-    return 0
+def _differences(result: Result) -> list[dict[str, Any]]:
+    """The arrays that differ as JSON has them."""
+    return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
+
+
+def _formats(args: argparse.Namespace, out: Output) -> int:
+    formats, blocks = tables.format_rows(), tables.block_rows()
+    out.table(tables.FORMAT_COLUMNS, formats)
+    out.line()
+    out.table(tables.BLOCK_COLUMNS, blocks)
+    body = {"formats": _objects(tables.FORMAT_COLUMNS, formats), "block_formats": _objects(tables.BLOCK_COLUMNS, blocks)}
+    out.document("formats/1", body)
+    return DONE

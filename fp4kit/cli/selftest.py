@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from fp4kit import __version__, interop
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command
 from fp4kit.cuda import loader
 from fp4kit.evidence import selftest
 from fp4kit.evidence.golden import GoldenSet
@@ -23,19 +23,19 @@ _SHOWN = 20  # differences, and reasons why something was left out
 
 def register(commands: Any) -> None:
     """Add the command to the subparsers of fp4kit."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "selftest",
-        help="compare the GPU with the specification, in every bit",
+        _selftest,
+        "compare the GPU with the specification, in every bit",
         description="Compare the operations on this machine's GPU with the specification, in every bit. "
         "Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU.",
-        allow_abbrev=False,
     )
     parser.add_argument("--quick", action="store_true", help="eight recipes and smaller tensors: less than 30 s on an H200")
     parser.add_argument("--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)")
-    parser.set_defaults(func=_selftest)
 
 
-def _selftest(args: argparse.Namespace) -> int:
+def _selftest(args: argparse.Namespace, out: Output) -> int:
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     try:
         cupy = interop.cupy()
@@ -43,29 +43,32 @@ def _selftest(args: argparse.Namespace) -> int:
     except RuntimeError as error:
         raise OSError(str(error)) from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
-    print(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
-    return report(selftest.Engine(cupy), golden, args.quick)
+    out.verbatim(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
+    return report(selftest.Engine(cupy), golden, args.quick, out)
 
 
-def report(engine: selftest.Engine, golden: GoldenSet | None, quick: bool) -> int:
+def report(engine: selftest.Engine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
     """Run everything, print the table, and what differs or was left out; 1 if anything differs, else 0."""
     start = time.perf_counter()
-    finished = run(selftest.plan(engine, golden, quick))
-    console = Console() if sys.stdout.isatty() else Console(width=130)
-    console.print(table(finished))
+    finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
+    out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), rows(finished))
     wrong = [f for f in finished if f.failed]
-    _listing("differs", [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong])
-    _listing("left out", sorted({reason for f in finished for reason in f.outcome.skipped}))
+    failures = [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong]
+    left_out = sorted({reason for f in finished for reason in f.outcome.skipped})
+    _listing(out, "differs", failures)
+    _listing(out, "left out", left_out)
     values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
     errors = sum(bool(f.error) for f in finished)
-    print(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
+    out.line(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
+    body = {"cases": len(finished), "values": values, "differing": differing, "errors": errors}
+    out.document("selftest/1", {**body, "differs": failures, "left_out": left_out})
     return 1 if wrong or not values else 0
 
 
-def run(tasks: list[selftest.Task]) -> list[selftest.Finished]:
-    """Run tasks with a bar on standard error."""
+def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
+    """Run tasks, with a bar on standard error if ``shown``."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
         finished = []
         for f in selftest.run(tasks):
@@ -74,23 +77,21 @@ def run(tasks: list[selftest.Task]) -> list[selftest.Finished]:
     return finished
 
 
-def table(finished: Iterable[selftest.Finished]) -> Table:
+def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
     """One row per part: what was compared, how many values, how many differ; seconds are summed over threads."""
-    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("compared", "cases", "values", "differ", "left out", "seconds"):
-        result.add_column(column, justify="left" if column == "compared" else "right")
+    result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
     for f in finished:
         parts.setdefault(f.task.part, []).append(f)
     for part, members in parts.items():
         values, differing = (sum(getattr(f.outcome, name) for f in members) for name in ("values", "differing"))
         left_out, seconds = sum(len(f.outcome.skipped) for f in members), sum(f.seconds for f in members)
-        result.add_row(part, str(len(members)), f"{values:,}", f"{differing:,}", str(left_out), f"{seconds:.1f}")
+        result.append((part, str(len(members)), f"{values:,}", f"{differing:,}", str(left_out), f"{seconds:.1f}"))
     return result
 
 
-def _listing(title: str, lines: list[str]) -> None:
+def _listing(out: Output, title: str, lines: list[str]) -> None:
     for line in lines[:_SHOWN]:
-        print(f"{title}: {line}")
+        out.line(f"{title}: {line}")
     if len(lines) > _SHOWN:
-        print(f"{title}: and {len(lines) - _SHOWN} more")
+        out.line(f"{title}: and {len(lines) - _SHOWN} more")

@@ -46,6 +46,11 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
     return _dtypes()[dtype]
 
 
+def dtype_named(name: str) -> Any:
+    """PyTorch's dtype of a name, such as "float8_e4m3fn"."""
+    return getattr(_module(), name)
+
+
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes tensors."""

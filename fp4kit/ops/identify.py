@@ -75,7 +75,7 @@ class Identification:
     def verdict(self) -> str:
         """What the ranking means, in a sentence."""
         if self.exact:
-            return f"{_either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
+            return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
             return _sentence(self.variations)
         if not self.matches:
@@ -102,7 +102,7 @@ class Identification:
             yield m.recipe, share, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
 
 
-def _either(names: Sequence[str]) -> str:
+def either(names: Sequence[str]) -> str:
     """a, b or c."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
@@ -110,7 +110,7 @@ def _either(names: Sequence[str]) -> str:
 def _sentence(variations: Sequence[Variation]) -> str:
     """Of the variations that are of the first one's kind."""
     _, hadamard, stochastic = variations[0]
-    names = _either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
+    names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     given = f" with hadamard={hadamard!r}" if hadamard else ""
     if not stochastic:
         return f"Hadamard-transformed: {names}{given} reproduces all bytes"
@@ -147,7 +147,7 @@ def identify(q: Quantized, x: Any) -> Identification:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
     check.check_float("identify", x)
     q = q if q.block_scale is None else unswizzle(q)
-    candidates = tuple(_candidates(q.recipe))
+    candidates = tuple(candidates_of(q.recipe))
     matches = sorted((_match(q, x, r) for r in candidates), key=lambda m: -m.equal)
     found = Identification(tuple(matches))
     if found.exact or not x.size:
@@ -155,7 +155,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     return replace(found, variations=tuple(_variations(q, x, candidates)))
 
 
-def _candidates(own: Recipe) -> Iterator[Recipe]:
+def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """The recipes of the table in a recipe's format; beside a variant, itself, and the table's in its blocks."""
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -176,7 +176,7 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
-def _name(r: Recipe) -> str:
+def name_of(r: Recipe) -> str:
     """A recipe's id, and the fields in which it is not the table's."""
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
@@ -203,7 +203,7 @@ def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None
     differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
     by_element = unpacked(ours.packed ^ q.packed, r.element.packing)
     total = codes.size + scales.size
-    return Match(_name(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
+    return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
 
 def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
@@ -219,30 +219,40 @@ def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = 
     if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
         yield q.tensor_amax
         return
-    amax = _own_or_implied(q, x, r, hadamard)
+    yield from amaxes_of(q.tensor_scale, r, q.dtype, _own_or_implied(q, x, r, hadamard))
+
+
+def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode scales."""
+    amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
-    seen = [tensor_scale(amax, r, q.dtype).encode]
-    for other in _others(amax, q, r):
-        encode = tensor_scale(other, r, q.dtype).encode
+    seen = [tensor_scale(amax, r, dtype).encode]
+    for other in _others(amax, scale, r, dtype):
+        encode = tensor_scale(other, r, dtype).encode
         if not any(np.array_equal(encode, known) for known in seen):
             seen.append(encode)
             yield other
 
 
-def _own_or_implied(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-    implied = implied_amax(q.tensor_scale, r, q.dtype)
+def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
+    """The amax that the scale implies; where no amax gives it, the one that it covers."""
+    implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
-        implied = np.where(implied >= 0, implied, np.asarray(q.tensor_scale * covered_range(r), np.float32))
+        return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
+
+
+def _own_or_implied(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard) -> np.ndarray:
+    implied = _implied(q.tensor_scale, r, q.dtype)
     own = compute_tensor_amax(np.moveaxis(x, q.axis, -1), r, SIGN_MASKS[hadamard])
     if own.shape != implied.shape or np.isnan(own).any():
         return implied
     return np.where(same_scale(_decode_scale(own, r, q), q.tensor_scale), own, implied)
 
 
-def _others(amax: np.ndarray, q: Quantized, r: Recipe) -> Iterator[np.ndarray]:
+def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
     """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode scale."""
-    first, last = amax_interval(q.tensor_scale, r, q.dtype, NEAR)
-    usual = (q.tensor_scale > 0) & np.isfinite(q.tensor_scale) & (first <= last)
+    first, last = amax_interval(scale, r, dtype, NEAR)
+    usual = (scale > 0) & np.isfinite(scale) & (first <= last)
     for step in range(MOST_NEIGHBOURS):
         bits = np.minimum(first + step, last).astype(np.int32)
         yield np.where(usual, bits.view(np.float32), amax)
@@ -267,7 +277,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
                 if stochastic and (r.element.is_integer or r.four_over_six):
                     continue
                 if _may_be(probe, part, r, hadamard, stochastic) and _is(q, x, r, hadamard, stochastic):
-                    yield Variation(_name(r), hadamard, stochastic)
+                    yield Variation(name_of(r), hadamard, stochastic)
 
 
 def _probe(q: Quantized) -> Box:

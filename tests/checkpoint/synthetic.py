@@ -1,9 +1,13 @@
-"""Small deterministic checkpoints in the shape of published models; each function writes one, returns its tensors."""
+"""Small deterministic checkpoints in the shape of published models; each function writes one, returns its tensors.
+
+MODELS hold numbers in Hugging Face layers; GPT_OSS and QUANTIZED are those that few formats take, or that are quantized already.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +16,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.checkpoint import CheckpointError
+from fp4kit.storage.errors import CheckpointError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPE_NAMES = {BF16: "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("i8"): "I64", np.dtype("u1"): "U8"}
+E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
+DTYPE_NAMES = {
+    BF16: "BF16", np.dtype("f4"): "F32", np.dtype("f2"): "F16", np.dtype("i8"): "I64", np.dtype("u1"): "U8", np.dtype("i1"): "I8",
+    E4M3: "F8_E4M3", E8M0: "F8_E8M0",
+}  # fmt: skip
 HIDDEN, VOCABULARY, EXPERTS = 64, 128, 4
 Tensors = dict[str, np.ndarray]
 
@@ -141,7 +149,8 @@ def fused(root: Path) -> Tensors:
     _linear(tensors, "model.layers.0.mlp.gate", (EXPERTS, HIDDEN))
     for name, shape in (("gate_up_proj", (EXPERTS, 192, HIDDEN)), ("down_proj", (EXPERTS, HIDDEN, 96))):
         tensors[f"model.layers.0.mlp.experts.{name}"] = random(name, shape)
-    return write_model(root, {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1}, tensors)
+    config = {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 1, "num_experts": EXPERTS}
+    return write_model(root, config, tensors)
 
 
 def deepseek(root: Path) -> Tensors:
@@ -203,4 +212,129 @@ def vlm(root: Path) -> Tensors:
     return write_model(root, config, tensors)
 
 
-MODELS = {function.__name__: function for function in (dense, moe, fused, deepseek, bert, vlm)}
+def mixtral(root: Path) -> Tensors:
+    """Experts w1, w2, w3 of their own, below block_sparse_moe."""
+    tensors = _base()
+    for i in range(2):
+        _attention(tensors, f"model.layers.{i}.self_attn")
+        _linear(tensors, f"model.layers.{i}.block_sparse_moe.gate", (EXPERTS, HIDDEN))
+        for expert in range(EXPERTS):
+            for name, shape, std in (("w1", (96, HIDDEN), 0.02), ("w2", (HIDDEN, 96), 0.02), ("w3", (96, HIDDEN), 0.1)):
+                _linear(tensors, f"model.layers.{i}.block_sparse_moe.experts.{expert}.{name}", shape, std)
+    config: dict[str, object] = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": EXPERTS}
+    return write_model(root, config, tensors, lambda name: int(".w3." in name))
+
+
+def vlm_moe(root: Path) -> Tensors:
+    """Experts of a vision-language model, one tensor each; a tower whose layers are named like those of an MLP."""
+    tensors: Tensors = {}
+    _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
+    for i in range(2):
+        _attention(tensors, f"model.language_model.layers.{i}.self_attn")
+        _linear(tensors, f"model.language_model.layers.{i}.mlp.gate", (EXPERTS, HIDDEN))
+        for expert in range(EXPERTS):
+            _mlp(tensors, f"model.language_model.layers.{i}.mlp.experts.{expert}", 96)
+        _mlp(tensors, f"model.visual.blocks.{i}.mlp", 80)
+    _linear(tensors, "lm_head", (VOCABULARY, HIDDEN))
+    text = {"num_hidden_layers": 2, "num_experts": EXPERTS}
+    return write_model(root, {"model_type": "qwen3_vl_moe", "text_config": text}, tensors)
+
+
+def _gpt_oss_base(inner: int) -> Tensors:
+    tensors = _base()
+    for i in range(2):
+        layer = f"model.layers.{i}"
+        _attention(tensors, f"{layer}.self_attn")
+        tensors[f"{layer}.self_attn.sinks"] = random(f"{layer}.sinks", (4,))
+        _linear(tensors, f"{layer}.mlp.router", (EXPERTS, HIDDEN))
+        tensors[f"{layer}.mlp.router.bias"] = random(f"{layer}.router.bias", (EXPERTS,))
+        for name, rows in (("gate_up_proj", 2 * inner), ("down_proj", HIDDEN)):
+            tensors[f"{layer}.mlp.experts.{name}_bias"] = random(f"{layer}.{name}_bias", (EXPERTS, rows))
+    return tensors
+
+
+def _gpt_oss_config(inner: int) -> dict[str, object]:
+    sizes = {"num_hidden_layers": 2, "num_local_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": inner}
+    return {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **sizes}
+
+
+def gpt_oss(root: Path, inner: int = 64) -> Tensors:
+    """Numbers of gpt-oss: stacks [E, K, N], gate and up interleaved, so that both are square where inner is 64."""
+    tensors = _gpt_oss_base(inner)
+    for i in range(2):
+        for name, shape in (("gate_up_proj", (HIDDEN, 2 * inner)), ("down_proj", (inner, HIDDEN))):
+            module = f"model.layers.{i}.mlp.experts.{name}"
+            tensors[module] = random(module, (EXPERTS, *shape))
+    return write_model(root, _gpt_oss_config(inner), tensors, lambda name: int("down_proj" in name))
+
+
+def any_bytes(name: str, shape: tuple[int, ...], low: int = 0, high: int = 256) -> np.ndarray:
+    """Bytes of low <= value < high, seeded by their name."""
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(low, high, shape).astype(np.uint8)
+
+
+def gpt_oss_mxfp4(root: Path) -> Tensors:
+    """gpt-oss as published: blocks and scales; codes and scales of one stack in two files."""
+    tensors = _gpt_oss_base(64)
+    for i in range(2):
+        for name, rows in (("gate_up_proj", 128), ("down_proj", HIDDEN)):
+            module = f"model.layers.{i}.mlp.experts.{name}"
+            tensors[f"{module}_blocks"] = any_bytes(f"{module}_blocks", (EXPERTS, rows, 2, 16))
+            tensors[f"{module}_scales"] = any_bytes(f"{module}_scales", (EXPERTS, rows, 2), 114, 122)
+    declared = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    config = {**_gpt_oss_config(64), "quantization_config": declared}
+    return write_model(root, config, tensors, lambda name: int(name.endswith("_scales")))
+
+
+def _fp8(tensors: Tensors, module: str, shape: tuple[int, int], powers: bool, suffix: str = ".weight_scale_inv") -> None:
+    """E4M3 codes without NaN, and scales of 128x128: powers of two, as numbers or as E8M0, or any numbers."""
+    blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
+    tensors[f"{module}.weight"] = (any_bytes(module, shape, 0, 0x7F) | (any_bytes(module, shape) & 0x80)).view(E4M3)
+    exponents = any_bytes(f"{module} scales", blocks, 112, 124)
+    numbers = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+    if suffix == ".scale":
+        tensors[module + suffix] = exponents.view(E8M0)
+    else:
+        tensors[module + suffix] = numbers if powers else numbers * np.float32(1.3)
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
+    """DeepSeek-V3 in FP8 of 128x128, of sizes that are no multiples of 128; its MTP layer too."""
+    tensors = deepseek(root / "numbers")
+    for name in [name for name in tensors if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name]:
+        rows, columns = tensors.pop(name).shape
+        wide = (rows + 128, columns + 128) if "o_proj" in name else (rows, columns)
+        _fp8(tensors, name.removesuffix(".weight"), wide, powers)
+    config: dict[str, object] = {"model_type": "deepseek_v3", "num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    shutil.rmtree(root / "numbers")
+    root.rmdir()
+    return write_model(root, {**config, "quantization_config": _FP8}, tensors, lambda name: int(name.endswith("_inv")))
+
+
+def deepseek_v4(root: Path) -> Tensors:
+    """Names of its own; experts MXFP4 in I8 with E8M0, FP8 beside them, MTP experts too; two experts' scales are elsewhere."""
+    tensors: Tensors = {"embed.weight": random("emb", (VOCABULARY, HIDDEN)), "head.weight": random("h", (VOCABULARY, HIDDEN))}
+    for layer in ("layers.0", "layers.1", "mtp.0"):
+        for name, shape in (("wq_a", (32, HIDDEN)), ("wq_b", (64, 32)), ("wkv", (32, HIDDEN)), ("wo_b", (HIDDEN, 64))):
+            _fp8(tensors, f"{layer}.attn.{name}", shape, True, ".scale")
+        _linear(tensors, f"{layer}.ffn.gate", (EXPERTS, HIDDEN))
+        tensors[f"{layer}.ffn.gate.tid2eid"] = np.arange(VOCABULARY)
+        for expert in (*range(EXPERTS), -1):
+            for name, rows, columns in (("w1", 96, HIDDEN), ("w3", 96, HIDDEN), ("w2", HIDDEN, 96)):
+                if expert < 0:
+                    _fp8(tensors, f"{layer}.ffn.shared_experts.{name}", (rows, columns), True, ".scale")
+                    continue
+                module = f"{layer}.ffn.experts.{expert}.{name}"
+                tensors[f"{module}.weight"] = any_bytes(module, (rows, columns // 2)).view(np.int8)
+                tensors[f"{module}.scale"] = any_bytes(f"{module}s", (rows, columns // 32), 114, 124).view(E8M0)
+    config = {"model_type": "deepseek_v4", "num_hidden_layers": 2, "expert_dtype": "fp4"}
+    declared = {**_FP8, "scale_fmt": "ue8m0"}
+    return write_model(root, {**config, "quantization_config": declared}, tensors, lambda name: int("experts.1.w" in name))
+
+
+MODELS = {function.__name__: function for function in (dense, moe, fused, deepseek, bert, vlm, mixtral, vlm_moe)}
+GPT_OSS = {"gpt_oss": gpt_oss}
+QUANTIZED = {function.__name__: function for function in (gpt_oss_mxfp4, deepseek_fp8, deepseek_v4)}

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
+import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import synthetic
 
 from fp4kit.checkpoint import ConversionReport, Plan, convert, demo
-from fp4kit.cli import checkpoint as cli_checkpoint
+from fp4kit.cli import convert as cli_convert
+from fp4kit.cli import main
 
 
 class Result(NamedTuple):
@@ -32,15 +33,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line; return exit code, stdout and stderr."""
 
     def run(*arguments: object) -> Result:
-        code: Any
-        parser = argparse.ArgumentParser(prog="fp4kit", allow_abbrev=False)
-        cli_checkpoint.register(parser.add_subparsers(required=True))
-        try:
-            args = parser.parse_args([str(argument) for argument in arguments])
-            code = args.func(args)
-        except SystemExit as stop:
-            code = stop.code
-        return Result(code, *capsys.readouterr())
+        return Result(main([str(argument) for argument in arguments]), *capsys.readouterr())
 
     return run
 
@@ -55,7 +48,7 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     result = run("convert", tmp_path / "m", tmp_path / "out", "--include", "*.experts.3.*", "--recipe", "mxfp4")
     assert (result.code, result.err) == (0, "")
     name = "model.layers.1.mlp.experts.3.down_proj.weight"
-    assert [name, "[64,", "96]", "mxfp4-ocp", "inf", "0", "(0%)", "192"] in rows(result.out)
+    assert [name, "[64,96]", "mxfp4-ocp", "inf", "0", "(0%)", "192"] in rows(result.out)
     assert ["total", "of", "3", "18432", "values", "inf", "0", "(0%)", "576"] in rows(result.out)
     assert "(mxfp4): 3 tensors converted, " in result.out
     assert "skipped modeling.py: not a kind of file that is copied" in result.out
@@ -66,7 +59,7 @@ def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
     result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--exclude", "*.k_proj")
     assert result.code == 0 and not (tmp_path / "out").exists()
-    assert ["lm_head.weight", "[128,", "64]", "BF16", "copy", "output", "head", "(lm_head)"] in rows(result.out)
+    assert ["lm_head.weight", "[128,64]", "BF16", "copy", "output", "head", "(lm_head)"] in rows(result.out)
     assert "shares its tensor amax: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
     assert "would write (W4A16_NVFP4): 21 tensors converted" in result.out
     assert "ignore: model.layers.1.mlp.gate" in result.out
@@ -123,18 +116,19 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
     synthetic.bert(tmp_path / "m")
     before = signal.getsignal(signal.SIGTERM)
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-        monkeypatch.setattr("fp4kit.cli.checkpoint.execute", _signalled_execute(number))
+        monkeypatch.setattr("fp4kit.cli.convert.execute", _signalled_execute(number))
         result = run("convert", tmp_path / "m", tmp_path / "out")
         monkeypatch.undo()
         assert result.code == code
-        assert result.err == ("fp4kit convert: interrupted; nothing was written\n" if code == 130 else "")
+        word = {130: "interrupted", 143: "terminated"}[code]
+        assert result.err == f"fp4kit convert: {word}; nothing was written as {tmp_path / 'out'}\n"
         assert [path.name for path in tmp_path.iterdir()] == ["m"]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
     """execute, with a signal that arrives after the first tensor."""
-    execute = cli_checkpoint.execute
+    execute = cli_convert.execute
 
     def signalled(plan: Plan, destination: Path, tick: object) -> ConversionReport:
         return execute(plan, destination, lambda count: os.kill(os.getpid(), number))
@@ -147,8 +141,8 @@ def test_inspect(tmp_path: Path, run: Run) -> None:
     convert(tmp_path / "m", tmp_path / "out")
     result = run("inspect", tmp_path / "out")
     assert result.code == 0
-    assert ["encoder.layer.0.intermediate.dense.weight", "U8", "[128,", "32]", "4096"] in rows(result.out)
-    assert ["encoder.layer.0.intermediate.dense", "W4A16_NVFP4", "[128,", "64]"] in rows(result.out)
+    assert ["encoder.layer.0.intermediate.dense.weight", "U8", "[128,32]", "4096"] in rows(result.out)
+    assert ["encoder.layer.0.intermediate.dense", "W4A16_NVFP4", "[128,64]"] in rows(result.out)
     assert "quant_method: modelopt" in result.out and "total: 22 tensors in 1 file(s)" in result.out
 
 
@@ -170,12 +164,23 @@ def test_compare(tmp_path: Path, run: Run) -> None:
     for recipe in ("nvfp4-te", "nvfp4-modelopt"):
         convert(tmp_path / "m", tmp_path / recipe, recipe)
     result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te")
-    assert result.code == 0 and "22 tensors are the same; equal" in result.out
-    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "m")
-    assert result.code == 1
-    weight = "encoder.layer.0.attention.self.key.weight"
-    assert [weight, "dtype", "U8", "[64,", "32]", "and", "F32", "[64,", "64]"] in rows(result.out)
-    assert [weight + "_scale", "missing", "F8_E4M3", "[64,", "4]"] in rows(result.out)
+    assert result.code == 0 and "22 tensors are the same, and so are configs and metadata; equal\n" in result.out
+    assert run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-te", "--quiet") == (0, "", "")
+    result = run("compare", tmp_path / "nvfp4-te", tmp_path / "nvfp4-modelopt")
+    recipe = "config.json: quantization_config.fp4kit.recipe"
+    assert result.code == 1 and [*recipe.split(), "value", '"nvfp4-te"', "and", '"nvfp4-modelopt"'] in rows(result.out)
+
+
+def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
+    """One row a layer, with the SQNR that the conversion reported; no rows for its tensors, which must differ."""
+    synthetic.bert(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out")
+    result = run("compare", tmp_path / "m", tmp_path / "out")
+    assert result.code == 1 and "weight_scale" not in result.out
+    for row in report.rows:
+        assert [row.name.removesuffix(".weight"), str(row.tally.elements), f"{row.tally.sqnr_db:.2f}"] in rows(result.out)
+    assert "15 tensors of 5 layers that one of them has quantized" in result.out
+    assert "7 tensors are the same; 15 differ; " in result.out
 
 
 def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
@@ -185,6 +190,54 @@ def test_compare_shows_layers(tmp_path: Path, run: Run) -> None:
     result = run("compare", tmp_path / "mxfp4-ocp", tmp_path / "mxfp4-torchao-ceil")
     assert result.code == 1
     assert any(row[:1] == ["a"] and row[2:4] == ["of", "1024"] and "same" in row for row in rows(result.out))
+
+
+def test_dry_run_refuses_what_the_run_would(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "out").mkdir()
+    for destination in (tmp_path / "out", tmp_path / "none" / "out", tmp_path / "m" / "out"):
+        dry = run("convert", tmp_path / "m", destination, "--dry-run")
+        assert dry == run("convert", tmp_path / "m", destination)._replace(err=dry.err)
+        assert dry.code == 2 and dry.out == "" and str(destination) in dry.err
+    assert "exists; name a new directory" in run("convert", tmp_path / "m", tmp_path / "out", "--dry-run").err
+
+
+def test_json_of_convert(tmp_path: Path, run: Run) -> None:
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "m" / "modeling.py").write_text("")
+    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--json", "--include", "*.experts.3.*")
+    plan = json.loads(run(*arguments, "--dry-run").out)
+    assert plan["schema"] == "fp4kit.convert.plan/1" and plan["stale"] == [] and not (tmp_path / "out").exists()
+    assert {key: plan[key] for key in ("recipe", "format", "converted")} == {
+        "recipe": "nvfp4-te", "format": "W4A16_NVFP4", "converted": 3,
+    }  # fmt: skip
+    by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
+    weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == ("quantize", [64, 96], 12288, 3460)
+    assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"]
+    report = json.loads(run(*arguments).out)
+    assert report["schema"] == "fp4kit.convert/1" and report["destination"] == str(tmp_path / "out")
+    assert report["total"]["elements"] == 18432 and report["total"]["sqnr_db"] == "Infinity" and len(report["tensors"]) == 3
+    shared = ("source", "recipe", "format", "bytes_in", "bytes_out", "converted", "copied", "skipped", "warnings")
+    assert all(plan[key] == report[key] for key in shared)
+    assert report["skipped"] == [{"name": "modeling.py", "reason": "not a kind of file that is copied"}]
+
+
+def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out")
+    found = json.loads(run("inspect", tmp_path / "out", "--json").out)
+    assert found["schema"] == "fp4kit.inspect/1" and len(found["tensors"]) == 22 and len(found["layers"]) == 5
+    assert found["files"][0]["metadata"]["fp4kit.recipe"] == "nvfp4-te"
+    assert found["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    result = run("compare", tmp_path / "m", tmp_path / "out", "--json")
+    found = json.loads(result.out)
+    assert result.code == 1 and found["schema"] == "fp4kit.compare/1" and found["equal"] is False and found["same"] == 7
+    assert found["configs"][0] | {"b": None} == {
+        "place": "config.json", "key": "quantization_config", "kind": "extra", "a": None, "b": None,
+    }  # fmt: skip
+    assert len(found["layers"]) == 5 and found["layers"][0]["codes"] is None
+    assert run("inspect", tmp_path / "none", "--json").out == ""
 
 
 def test_demo_that_is_not_installed(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

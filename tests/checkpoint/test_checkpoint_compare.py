@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +18,8 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import compare_checkpoints, convert, open_checkpoint, schema
-from fp4kit.checkpoint.inspect import quantization_summary
+from fp4kit.checkpoint import CheckpointError, compare_checkpoints, convert, open_checkpoint, schema
+from fp4kit.checkpoint.inspect import natural_order, quantization_summary
 
 
 def test_inspect_directory(tmp_path: Path) -> None:
@@ -63,12 +68,200 @@ def test_inspect_of_nothing(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "none")
 
 
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors"])
+def test_inspect_follows_no_link_out_of_the_directory(tmp_path: Path, name: str) -> None:
+    synthetic.bert(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out")
+    (tmp_path / "out" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
+    with refused(f"{name}: a link that leaves {tmp_path / 'out'}; put the file itself there"):
+        open_checkpoint(tmp_path / "out")
+    (tmp_path / "elsewhere").rename(tmp_path / "out" / "kept")
+    (tmp_path / "out" / name).unlink()
+    (tmp_path / "out" / name).symlink_to("kept")
+    assert open_checkpoint(tmp_path / "out").layers
+
+
+LOOP = "its symbolic links lead in a circle; put what is meant there"
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "hf_quant_config.json", "model.safetensors", "model.safetensors.index.json"]
+)
+def test_loops_of_links(tmp_path: Path, name: str) -> None:
+    synthetic.bert(tmp_path / "m")
+    path = tmp_path / "m" / name
+    path.unlink(missing_ok=True)
+    path.symlink_to("b")
+    (tmp_path / "m" / "b").symlink_to(name)
+    with refused(f"{path}: {LOOP}"):
+        open_checkpoint(tmp_path / "m")
+    if name != "hf_quant_config.json":
+        with refused(f"{path}: {LOOP}"):
+            convert(tmp_path / "m", tmp_path / "out")
+
+
+def test_loops_of_links_to_directories(tmp_path: Path) -> None:
+    synthetic.bert(tmp_path / "m")
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    for path in (loop, loop / "m"):
+        with refused(f"{path}: {LOOP}"):
+            open_checkpoint(path)
+        with refused(f"{path}: {LOOP}"):
+            convert(path, tmp_path / "out")
+    with refused(f"{loop}: {LOOP}"):
+        convert(tmp_path / "m", loop / "out")
+    with refused(f"{loop}: exists"):
+        convert(tmp_path / "m", loop)
+    (tmp_path / "m" / "notes.txt").symlink_to("notes.txt")
+    (tmp_path / "m" / "folder").symlink_to("../m")
+    report = convert(tmp_path / "m", tmp_path / "out")
+    skipped = (("folder", "a link to a directory"), ("notes.txt", "links that lead in a circle"))
+    assert report.plan.auxiliary.skipped == skipped
+
+
 def test_compare_equal(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     comparison = compare_checkpoints(tmp_path / "a", tmp_path / "b")
     assert comparison.equal and comparison.same == len(open_checkpoint(tmp_path / "a").tensors)
+
+
+def config_differences(a: Path, b: Path) -> list[tuple[str, str, str, str]]:
+    """Of two copies of one checkpoint, in which tensors are the same."""
+    comparison = compare_checkpoints(a, b)
+    assert not comparison.tensors and comparison.equal is not bool(comparison.configs)
+    return [(d.place, d.key, d.kind, d.detail) for d in comparison.configs]
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    text = json.loads(path.read_text())
+    change(text)
+    path.write_text(json.dumps(text))
+
+
+def test_compare_configs_key_by_key(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    config = tmp_path / "b" / "config.json"
+    config.write_text(json.dumps(dict(reversed(json.loads(config.read_text()).items())), indent=7))
+    assert config_differences(tmp_path / "a", tmp_path / "b") == []  # neither order nor spaces
+    rewritten(config, lambda c: c.update(num_hidden_layers=2.0, new={"x": 1}))
+    rewritten(config, lambda c: c.pop("model_type"))
+    rewritten(config, lambda c: c["quantization_config"]["ignore"].append("z"))
+    rewritten(config, lambda c: c["quantization_config"]["producer"].update(name=None))
+    rewritten(tmp_path / "b" / "hf_quant_config.json", lambda c: c["quantization"]["exclude_modules"].reverse())
+    assert config_differences(tmp_path / "a", tmp_path / "b") == [
+        ("config.json", "model_type", "missing", '"qwen3"'),
+        ("config.json", "new", "extra", '{"x": 1}'),
+        ("config.json", "num_hidden_layers", "value", "2 and 2.0"),
+        ("config.json", "quantization_config.ignore", "value", '1 entries of b alone, such as "z"'),
+        ("config.json", "quantization_config.producer.name", "value", '"modelopt" and null'),
+    ]
+
+
+def test_compare_lists_in_another_order(tmp_path: Path) -> None:
+    for name, layers in (("a", ["x", "y"]), ("b", ["y", "x"])):
+        synthetic.write_model(tmp_path / name, {"layers": layers}, {"a.weight": np.zeros(1, np.float32)})
+    detail = "2 and 2 entries, in another order or number"
+    assert config_differences(tmp_path / "a", tmp_path / "b") == [("config.json", "layers", "value", detail)]
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, True), (0, False), (1, 1.0), ("1", 1), (None, 0), ({}, []), (0.0, -0.0)])
+def test_compare_values_of_other_types(tmp_path: Path, a: object, b: object) -> None:
+    for name, value in (("a", a), ("b", b)):
+        synthetic.write_model(tmp_path / name, {"x": value, "y": float("nan")}, {"a.weight": np.zeros(1, np.float32)})
+    assert len(config_differences(tmp_path / "a", tmp_path / "b")) == 1
+    assert config_differences(tmp_path / "a", tmp_path / "a") == []
+
+
+def test_compare_configs_that_one_has_not(tmp_path: Path) -> None:
+    x = {"a.weight": np.zeros((2, 2), np.float32)}
+    synthetic.write_model(tmp_path / "a", {"x": 1}, x)
+    (tmp_path / "b").mkdir()
+    synthetic.write_file(tmp_path / "b" / "model.safetensors", x)
+    assert config_differences(tmp_path / "a", tmp_path / "b") == [("config.json", "", "missing", '{"x": 1}')]
+    assert config_differences(tmp_path / "b", tmp_path / "a") == [("config.json", "", "extra", '{"x": 1}')]
+    assert config_differences(tmp_path / "b" / "model.safetensors", tmp_path / "b") == []
+
+
+def test_compare_configs_nested_deeply(tmp_path: Path) -> None:
+    """Compared, or refused: by the parser, or by what walks over it."""
+    for name in "ab":
+        synthetic.write_model(tmp_path / name, {}, {"a.weight": np.zeros(1, np.float32)})
+    for depth in (100, *range(sys.getrecursionlimit() - 100, sys.getrecursionlimit() + 10, 2)):
+        for name in "ab":
+            (tmp_path / name / "config.json").write_text('{"a":[' * (depth // 2) + f'"{name}"' + "]}" * (depth // 2))
+        with suppress(CheckpointError) if depth > 100 else nullcontext():
+            assert len(compare_checkpoints(tmp_path / "a", tmp_path / "b").configs) == 1
+
+
+def test_compare_metadata(tmp_path: Path) -> None:
+    """File by file; one difference of several files is one; files of other names are compared at once."""
+    x = {name: np.zeros(1, np.float32) for name in "pq"}
+    for folder, metadata in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "1"))):
+        (tmp_path / folder).mkdir()
+        for name, value in zip("pq", metadata, strict=True):
+            synthetic.write_file(tmp_path / folder / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": value})
+    place = "__metadata__ of {}.safetensors".format
+    assert config_differences(tmp_path / "a", tmp_path / "b") == [
+        (place("p"), "key", "value", '"1" and "2"'),
+        (place("q"), "key", "value", '"2" and "1"'),
+    ]
+    synthetic.write_file(tmp_path / "whole.safetensors", x, {"format": "pt", "key": "1"})
+    assert config_differences(tmp_path / "whole.safetensors", tmp_path / "c") == []
+    expected = [("__metadata__", "key", "value", '"1" and ["1", "2"]')]
+    assert config_differences(tmp_path / "whole.safetensors", tmp_path / "a") == expected
+    for name in "pq":
+        synthetic.write_file(tmp_path / "c" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "3", "new": "x"})
+        synthetic.write_file(tmp_path / "a" / f"{name}.safetensors", {name: x[name]}, {"format": "pt", "key": "1"})
+    both = "__metadata__ of p.safetensors and 1 more"
+    expected = [(both, "key", "value", '"1" and "3"'), (both, "new", "extra", '"x"')]
+    assert config_differences(tmp_path / "a", tmp_path / "c") == expected
+
+
+def test_compare_in_the_order_of_numbers(tmp_path: Path) -> None:
+    names = [f"layers.{i}.w" for i in (10, 9, 2, 0, 100)]
+    for name in "ab":
+        tensors = {key: np.full(1, i, np.float32) for i, key in enumerate(names, name == "b")}
+        synthetic.write_file(tmp_path / f"{name}.safetensors", tensors)
+    comparison = compare_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert [d.name for d in comparison.tensors] == [f"layers.{i}.w" for i in (0, 2, 9, 10, 100)]
+    strange = ["a01", "a1", "a001", "1a", "a", "", "a1.b2", "a1.b10", "a" + "9" * 5000]
+    assert sorted(strange, key=natural_order) == ["", "1a", "a", "a001", "a01", "a1", "a1.b2", "a1.b10", "a" + "9" * 5000]
+
+
+def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.dense(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for path in (tmp_path / "a").iterdir():
+        os.link(path, tmp_path / "b" / path.name)
+
+    def read(*arguments: object) -> None:
+        raise AssertionError("tensors were read")
+
+    monkeypatch.setattr("fp4kit.storage.safetensors_file.TensorReader.read_bytes", read)
+    ticks: list[int] = []
+    assert compare_checkpoints(tmp_path / "a", tmp_path / "b", ticks.append).equal
+    assert sum(ticks) == sum(nbytes for _, nbytes in open_checkpoint(tmp_path / "a").totals.values())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
+def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
+    """The SQNR of each layer is that of the values that fp4kit.dequantize gives, in either order of the two."""
+    tensors = synthetic.moe(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out", recipe)
+    comparison = compare_checkpoints(tmp_path / "m", tmp_path / "out")
+    assert sorted(layer.name for layer in comparison.layers) == sorted(r.name.removesuffix(".weight") for r in report.rows)
+    tallies = {row.name.removesuffix(".weight"): row.tally for row in report.rows}
+    for layer in comparison.layers:
+        assert layer.sqnr_db == pytest.approx(tallies[layer.name].sqnr_db, abs=1e-9)
+        assert (layer.codes, layer.scales, layer.elements) == (None, None, tensors[f"{layer.name}.weight"].size)
+    back = compare_checkpoints(tmp_path / "out", tmp_path / "m")
+    assert {layer.name: layer.values for layer in back.layers} == {layer.name: layer.values for layer in comparison.layers}
 
 
 def test_compare_plain_tensors(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_flat_expert_stacks_and_their_biases(tmp_path: Path) -> None:
     tensors[f"{experts}.down_proj_bias"] = synthetic.random("b", (4, 64))
     synthetic.write_model(tmp_path / "m", {}, tensors)
     plan = make_plan(tmp_path / "m")
-    assert reasons(plan)[f"{experts}.mlp.w1"] == "expert stack: not converted by this version"
+    assert reasons(plan)[f"{experts}.mlp.w1"] == "expert stack of a form that is not converted (w1, 2-D)"
     assert reasons(plan)[f"{experts}.down_proj_bias"] == "not a weight"
     assert plan.ignore == ("lm_head", experts, f"{experts}.mlp.w1")
 
@@ -145,7 +145,7 @@ def test_gpt2_layers_are_transposed(tmp_path: Path) -> None:
 
 def test_nothing_to_convert(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {}, {"a.bias": np.ones(4, np.float32)})
-    with refused("0 tensors to convert: no 2-D .weight tensors; change the patterns or the recipe"):
+    with refused("0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or the recipe"):
         make_plan(tmp_path / "m")
 
 
@@ -169,7 +169,7 @@ def test_other_dtypes_and_empty_tensors_are_copied(tmp_path: Path) -> None:
 def test_include_restricts(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "moe", include=["*.experts.*", "*.self_attn.o_proj"])
     assert len(converted(plan)) == 12 + 2
-    assert reasons(plan)["model.layers.0.mlp.up_proj.weight"] == "not named by --include"
+    assert reasons(plan)["model.layers.0.mlp.up_proj.weight"] == "not named by --only"
     assert {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.gate_up_proj"} <= set(plan.ignore)
     assert "model.layers.0.self_attn.qkv_proj" in plan.ignore
 
@@ -177,7 +177,7 @@ def test_include_restricts(tmp_path: Path) -> None:
 def test_exclude_wins(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "moe", include=["*.experts.*"], exclude=["*.experts.[123].*"])
     assert converted(plan) == {f"model.layers.1.mlp.experts.0.{n}_proj" for n in ("gate", "up", "down")}
-    assert reasons(plan)["model.layers.1.mlp.experts.1.up_proj.weight"] == "--exclude *.experts.[123].*"
+    assert reasons(plan)["model.layers.1.mlp.experts.1.up_proj.weight"] == "--keep *.experts.[123].*"
     assert "model.layers.1.mlp.experts" not in plan.ignore
 
 
@@ -185,12 +185,12 @@ def test_exclude_wins(tmp_path: Path) -> None:
 def test_pattern_that_matches_nothing(tmp_path: Path, option: str) -> None:
     synthetic.moe(tmp_path / "m")
     options = {"include": ["*"], "exclude": ["*.0.*"], option: ["layers.9"]}
-    with refused(f"--{option} 'layers.9': matches no module; names look like "):
+    with refused(f"--{'only' if option == 'include' else 'keep'} 'layers.9': matches no module; names look like "):
         make_plan(tmp_path / "m", include=options["include"], exclude=options["exclude"])
 
 
 def test_include_of_what_rules_leave_out(tmp_path: Path) -> None:
-    with refused("--include 'lm_head': all that it names is left out: lm_head (output head (lm_head))"):
+    with refused("--only 'lm_head': all that it names is left out: lm_head (output head (lm_head))"):
         plan_of(tmp_path, "moe", include=["lm_head", "*.experts.*"])
 
 

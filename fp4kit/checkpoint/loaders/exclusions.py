@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.loaders.matchers import MLA_LEAVES, READERS, Reader, container_of
+from fp4kit.checkpoint.loaders.matchers import MLA_LEAVES, READERS, Patterns, Reader, container_of
 from fp4kit.checkpoint.sharing import fused_groups, join_module, split_module
 
 _HEAD = "lm_head"
@@ -34,7 +34,10 @@ def _below(module: str, roots: Collection[str]) -> str | None:
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
     """Yield the fused names of ``modules``, none of whose parts is converted."""
-    for (parent, fusion), members in fused_groups([*modules, *converted]).items():
+    modules = list(modules)
+    parents = {split_module(module)[0] for module in modules}
+    beside = [module for module in converted if split_module(module)[0] in parents]
+    for (parent, fusion), members in fused_groups([*modules, *beside]).items():
         if fusion.alias and not any(member in converted for member in members):
             yield join_module(parent, fusion.alias)
 
@@ -114,7 +117,7 @@ def exclusion_list(syntax: str, copied: Iterable[str], subtrees: Iterable[str], 
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")
     copied, converted, subtrees = set(copied), set(converted), set(subtrees)
-    for module in converted:
+    for module in converted if subtrees else ():
         if root := _below(module, subtrees):
             raise ValueError(f"exclusion_list: {module} is converted, but lies below {root}, a subtree that is copied as a whole")
     containers = {container for container in _containers(copied, converted) if not _below(container, subtrees)}
@@ -148,13 +151,14 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _culprit(reader: Reader, asked: str, patterns: Sequence[str]) -> str:
-    """Return the pattern that excludes ``asked``, for a message."""
-    for pattern in patterns:
-        try:
-            if reader.excluded(asked, (pattern,)):
-                return f" by {pattern}"
-        except ValueError:
-            continue
+    """Return the pattern that excludes ``asked``, for a message; nothing if no single one does."""
+    if not reader.excluded(asked, ()):
+        for pattern in patterns:
+            try:
+                if reader.excluded(asked, (pattern,)):
+                    return f" by {pattern}"
+            except ValueError:
+                continue
     return ""
 
 
@@ -196,13 +200,13 @@ def check(container: str, patterns: Iterable[str], copied: Iterable[str], conver
     converted: those that are. A module of a finding is named as the engine asks for it: the fused layer, or the
     container of experts. container: one of ``containers.CONTAINERS``; any other has no readers.
     """
-    patterns, converted = tuple(patterns), frozenset(converted)
+    converted = tuple(converted)
     modules = dict.fromkeys((*copied, *converted))
-    return tuple(_check(container, patterns, modules, converted))
+    return tuple(_check(container, Patterns(patterns), modules, frozenset(converted)))
 
 
 def _check(container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]) -> Iterator[Finding]:
-    for reader in READERS[container]:
+    for reader in READERS.get(container, ()):
         asked = reader.asked(modules)
         if reader.head:
             asked.setdefault(_HEAD, [_HEAD])

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from functools import lru_cache
+from functools import cached_property
 from typing import Literal
 
 from fp4kit.checkpoint.sharing import join_module, split_module
@@ -25,7 +25,6 @@ MLA_LEAVES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 _VLLM_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
 _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")  # what engines ask for, whatever the leaves are called
-_CONTAINER = re.compile(r"(.*\.experts)(?:\.|$)")
 
 
 class PartsDisagree(ValueError):
@@ -34,40 +33,53 @@ class PartsDisagree(ValueError):
 
 def container_of(module: str) -> str | None:
     """Return the container of experts that ``module`` is or lies in, ``model.layers.0.mlp.experts``, or None."""
-    match = _CONTAINER.match(module)
-    return match[1] if match else None
+    if module.endswith(".experts"):
+        return module
+    cut = module.rfind(".experts.")
+    return module[: cut + len(".experts")] if cut >= 0 else None
 
 
-@dataclass(frozen=True)
-class _Patterns:
-    """A list of patterns, prepared: lists are long, and every module asks all of them."""
+class Patterns(tuple[str, ...]):
+    """An exclusion list that remembers what was made of it: predicates take any sequence, and this one quickly."""
 
-    patterns: tuple[str, ...]
-    names: frozenset[str]
-    experts: tuple[str, ...]  # those that mention experts
-    mla: frozenset[str]  # the MLA leaves that end one
-    parsed: dict[Callable[[str], str | None], list[re.Pattern[str]]] = field(default_factory=dict)
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(self)
+
+    @cached_property
+    def of_experts(self) -> tuple[str, ...]:
+        return tuple(pattern for pattern in self if "experts" in pattern)
+
+    @cached_property
+    def mla_leaves(self) -> frozenset[str]:
+        return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
+
+    @cached_property
+    def with_and_without_model(self) -> Patterns:
+        bare = [pattern.removeprefix("model.") for pattern in self]
+        return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
+
+    @cached_property
+    def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
+        return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
         """Return what the patterns are ``translated`` to, compiled once, without those that it answers with None."""
-        if translated not in self.parsed:
-            texts = ((pattern, translated(pattern)) for pattern in self.patterns)
-            self.parsed[translated] = [_compiled(text, pattern) for pattern, text in texts if text is not None]
-        return self.parsed[translated]
+        if translated not in self._compiled:
+            texts = ((pattern, translated(pattern)) for pattern in self)
+            self._compiled[translated] = [_expression(text, pattern) for pattern, text in texts if text is not None]
+        return self._compiled[translated]
 
 
-def _compiled(expression: str, pattern: str) -> re.Pattern[str]:
+def _expression(text: str, pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(expression)
+        return re.compile(text)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r}: not a regular expression ({error}); the engine fails on it") from None
 
 
-@lru_cache(maxsize=32)
-def _prepared(patterns: tuple[str, ...]) -> _Patterns:
-    tails = frozenset(pattern.rpartition(".")[2] for pattern in patterns)
-    experts = tuple(pattern for pattern in patterns if "experts" in pattern)
-    return _Patterns(patterns, frozenset(patterns), experts, tails.intersection(MLA_LEAVES))
+def _prepared(patterns: Iterable[str]) -> Patterns:
+    return patterns if isinstance(patterns, Patterns) else Patterns(patterns)
 
 
 def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
@@ -85,13 +97,13 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
     return bool(hits)
 
 
-def _vllm_skipped(module: str, known: _Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
+def _vllm_skipped(module: str, known: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
     """vLLM quant_utils.is_layer_skipped: exact names; a fused layer by its parts; experts also by one expert's name."""
     parts = _parts(module, fused)
     if parts:
         return _all_or_none(module, parts, known.names.__contains__)
     if "experts" in module:
-        return any(module in pattern for pattern in known.experts)
+        return any(module in pattern for pattern in known.of_experts)
     return module in known.names
 
 
@@ -120,10 +132,10 @@ def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False)
     Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
     apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
     """
-    known = _prepared(tuple(_split_wildcards(patterns) if mapped else patterns))
+    known = _prepared(_split_wildcards(patterns) if mapped else patterns)
     if _vllm_skipped(module, known, VLLM_FUSED) or any(tower in module for tower in _VLLM_TOWERS):
         return True
-    if any(pattern in module for pattern in known.patterns if pattern != module):
+    if any(pattern in module for pattern in known if pattern != module):
         return True
     return module in known.names or any(glob.match(module) for glob in known.expressions(_fnmatch_glob))
 
@@ -136,14 +148,14 @@ def _paths(module: str) -> Iterable[str]:
             yield ".".join(parts[start:end])
 
 
-def _sglang_skipped(module: str, known: _Patterns) -> bool:
+def _sglang_skipped(module: str, known: Patterns) -> bool:
     """SGLang quantization/utils.py is_layer_skipped: dotted paths anywhere in the name; parts of a fused layer agree."""
     parts = _parts(module, SGLANG_FUSED)
     if parts:
         return _all_or_none(module, parts, lambda part: not known.names.isdisjoint(_paths(part)))
     if not known.names.isdisjoint(_paths(module)):
         return True
-    return "experts" in module and any(module in pattern for pattern in known.experts)
+    return "experts" in module and any(module in pattern for pattern in known.of_experts)
 
 
 def _sglang_glob(pattern: str) -> str | None:
@@ -161,14 +173,14 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
     """
-    known = _prepared(tuple(patterns))
+    known = _prepared(patterns)
     if _sglang_skipped(module, known):
         return True
     names = (module, module.removeprefix("language_model."), *module.split("."))
     if any(glob.fullmatch(name) for glob in known.expressions(_sglang_glob) for name in names):
         return True
     leaf = split_module(module)[1]
-    return any(tail in leaf for tail in known.mla)
+    return any(tail in leaf for tail in known.mla_leaves)
 
 
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
@@ -180,15 +192,14 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.
     """
-    bare = [pattern.removeprefix("model.") for pattern in patterns]
-    return _sglang_skipped(module, _prepared((*bare, *(f"model.{pattern}" for pattern in bare))))
+    return _sglang_skipped(module, _prepared(patterns).with_and_without_model)
 
 
 def _ct_expression(pattern: str) -> str | None:
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
-def _ct_name(module: str, known: _Patterns) -> bool:
+def _ct_name(module: str, known: Patterns) -> bool:
     """Return whether a name is listed, exactly or by a ``re:`` pattern that matches from its start."""
     return module in known.names or any(each.match(module) for each in known.expressions(_ct_expression))
 
@@ -202,12 +213,12 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
     Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
     quantizers/quantizer_compressed_tensors.py, which applies the configuration through it.
     """
-    known = _prepared(tuple(patterns))
+    known = _prepared(patterns)
     return _ct_name(module, known) or not known.names.isdisjoint(classes)
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    known = _prepared(tuple(patterns))
+    known = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":
         parts = [f"{module}.{leaf}" for leaf in _FIRST_EXPERT]
@@ -248,8 +259,8 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
     """
     if patterns is None:
         return False
-    known = _prepared(tuple(patterns))
-    return module.endswith(known.patterns) or any(each.match(module) for each in known.expressions(_up_to_a_part))
+    known = _prepared(patterns)
+    return module.endswith(known) or any(each.match(module) for each in known.expressions(_up_to_a_part))
 
 
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
@@ -273,7 +284,7 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
 
     Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
     """
-    return _vllm_skipped(module, _prepared(tuple(patterns)), {})
+    return _vllm_skipped(module, _prepared(patterns), {})
 
 
 @dataclass(frozen=True)

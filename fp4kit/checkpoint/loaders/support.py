@@ -140,7 +140,8 @@ def family_of(config: Mapping[str, Any]) -> str:
         return "vlm"
     known = _FAMILY_OF.get(str(config.get("model_type", "")))
     if known is None:
-        names = [name for name in config.get("architectures") or () if isinstance(name, str)]
+        listed = config.get("architectures")
+        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
         known = next((_FAMILY_OF_CLASS[start] for start in _FAMILY_OF_CLASS for name in names if name.startswith(start)), None)
     if known is not None:
         return known

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.formats.container import CODES, SCALES, Container
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
 from fp4kit.checkpoint.weights import Readers, slabs, values_of
 from fp4kit.interop import cupy
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
 from fp4kit.reference.scaling import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -31,21 +32,21 @@ def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
         output.put(CODES, q.packed)
         output.put(SCALES, q.block_scale)
     if q is not None and q.tensor_scale is not None:
-        put_scalars(job, output, np.float32(q.tensor_scale), _divisor(job, amax, x.dtype))
+        put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.recipe, job.form, amax, x.dtype))
     return replaced
 
 
 def _quantized(x: np.ndarray, job: Any, tensor_amax: np.float32 | None) -> Quantized:
     if tensor_amax is not None and tensor_amax == 0:
-        return _zeros(quantize(x, job.recipe, tensor_amax=tensor_amax))
+        return of_zeros(quantize(x, job.recipe, tensor_amax=tensor_amax))
     if job.device is None:
         return quantize(x, job.recipe, tensor_amax=tensor_amax)
     with cupy().cuda.Device(job.device):
         return quantize(cupy().asarray(x), job.recipe, tensor_amax=tensor_amax).to("numpy")
 
 
-def _zeros(q: Quantized) -> Quantized:
-    """An all-zero tensor as loaders can read it: codes and block scales 0, tensor scale 1.
+def of_zeros(q: Quantized) -> Quantized:
+    """An all-zero tensor, of NumPy arrays, as loaders can read it: codes and block scales 0, tensor scale 1.
 
     Producers write 0, a subnormal or NaN scales there; nvfp4-te already gives this.
     """
@@ -53,11 +54,11 @@ def _zeros(q: Quantized) -> Quantized:
     return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
-def _divisor(job: Any, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
+def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
     """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere."""
-    if not job.form.divides or job.recipe.tensor_rule != "compressed_tensors" or amax == 0:
+    if not form.divides or recipe.tensor_rule != "compressed_tensors" or amax == 0:
         return None
-    return np.float32(tensor_scale(amax, job.recipe, dtype).encode)
+    return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
 
 
 def _saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:

@@ -1,0 +1,115 @@
+"""Which recipe made the layers of a checkpoint: a verdict for each, and one for the file.
+
+Plain arrays come in; who reads files makes LayerPairs of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fp4kit.checkpoint.explain import Explanation, explain, kind
+from fp4kit.checkpoint.mishaps import StoredLayer
+from fp4kit.ops.identify import either
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPair:
+    """One quantized layer, and what it was made from.
+
+    parts: as its file has them. source: (N, K), float32, float16 or bfloat16; a view of a file will do. other: the source of the
+    other half of a gated pair (gate_proj and up_proj, w1 and w3), None for other layers; second: whether this is the second half.
+    heads: numbers of heads, of queries or of keys, for layers whose rows are those of q or k. amaxes: of the groups of layers
+    that may share one tensor scale with it, such as the pair's; its own need not be among them.
+    """
+
+    name: str
+    parts: StoredLayer
+    source: np.ndarray
+    other: np.ndarray | None = None
+    second: bool = False
+    heads: tuple[int, ...] = ()
+    amaxes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerVerdict:
+    """A layer's name, and what explains it."""
+
+    name: str
+    explanation: Explanation
+
+    def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
+        """Whether one of some recipes explains it, with that mishap; where all is zero, no order of bytes can be told."""
+        return bool({*recipes} & {*self.explanation.recipes}) and (self.explanation.blank or _kind(self) == mishap)
+
+
+def _kind(layer: LayerVerdict) -> str | None:
+    return layer.explanation.mishap and kind(layer.explanation.mishap)
+
+
+@dataclass(frozen=True)
+class CheckpointVerdict:
+    """What made the layers of a checkpoint.
+
+    recipes: those that explain most layers alike; empty where none explains any. mishap: of most of these layers, in words; None:
+    nothing went wrong there. layers: all, as they came. exceptions: those that another recipe or mishap explains, or nothing.
+    """
+
+    recipes: tuple[str, ...]
+    mishap: str | None
+    layers: tuple[LayerVerdict, ...]
+
+    @property
+    def recipe(self) -> str | None:
+        """The first of the recipes that explain most layers."""
+        return self.recipes[0] if self.recipes else None
+
+    @property
+    def exceptions(self) -> tuple[LayerVerdict, ...]:
+        return tuple(layer for layer in self.layers if not layer.fits(self.recipes, self.mishap))
+
+    @property
+    def sentence(self) -> str:
+        """The verdict on the file."""
+        if not self.layers:
+            return "there are no quantized layers"
+        if not self.recipes:
+            return f"nothing explains any of {_layers(len(self.layers))}"
+        among, all_ = len(self.layers) - len(self.exceptions), len(self.layers)
+        whom = _layers(all_) if among == all_ else f"{among:,} of {_layers(all_)}"
+        agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
+        return f"{either(self.recipes)} made {whom}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
+
+    def __str__(self) -> str:
+        return "\n".join([self.sentence, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)])
+
+
+def _layers(count: int) -> str:
+    return f"{count:,} layer{'s' * (count != 1)}"
+
+
+def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
+    """Explain every layer, and say what made most of them.
+
+    Layers are taken one after the other, so that an iterator that reads them holds one at a time.
+    The file's mishap is that of most explained layers that are not zeros; its recipes, of those with this mishap, the ones that
+    explain most. Raises what explain raises, before the next layer is asked for.
+    """
+    found = tuple(LayerVerdict(layer.name, _explained(layer)) for layer in layers)
+    telling = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
+    telling = telling or [layer for layer in found if layer.explanation.explained]
+    if not telling:
+        return CheckpointVerdict((), None, found)
+    mishap = Counter(_kind(layer) for layer in telling).most_common(1)[0][0]
+    votes = Counter(recipe for layer in telling if _kind(layer) == mishap for recipe in layer.explanation.recipes)
+    most = max(votes.values())
+    return CheckpointVerdict(tuple(recipe for recipe, count in votes.items() if count == most), mishap, found)
+
+
+def _explained(layer: LayerPair) -> Explanation:
+    options = {"other": layer.other, "second": layer.second, "heads": layer.heads, "amaxes": layer.amaxes}
+    return explain(layer.parts, layer.source, **options)  # type: ignore[arg-type]

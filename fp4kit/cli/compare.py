@@ -1,0 +1,69 @@
+"""The command compare: where two checkpoints differ, in configs, metadata, tensors and quantized layers."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from fp4kit.checkpoint.compare import CheckpointComparison, LayerDifference, compare_checkpoints
+from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.cli.guard import DIFFERENT, DONE
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command, add_path
+from fp4kit.storage.errors import shown
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = add_command(subparsers, "compare", _compare, "compare two checkpoints; exit code 0 equal, 1 different, 2 error")
+    add_path(parser, "a", metavar="A", help="model directory or .safetensors file, such as the original of B")
+    add_path(parser, "b", metavar="B", help="model directory or .safetensors file")
+
+
+def _compare(args: argparse.Namespace, out: Output) -> int:
+    total = sum(nbytes for _, nbytes in open_checkpoint(args.a).totals.values())
+    with out.progress("comparing", total) as tick:
+        comparison = compare_checkpoints(args.a, args.b, tick)
+    out.document("compare/1", {"a": args.a, "b": args.b, **_body(comparison)})
+    if out.text:
+        _print(out, comparison)
+    return DONE if comparison.equal else DIFFERENT
+
+
+def _body(comparison: CheckpointComparison) -> dict[str, Any]:
+    """The comparison as JSON has it."""
+    return {"equal": comparison.equal, **asdict(comparison)}
+
+
+def _print(out: Output, comparison: CheckpointComparison) -> None:
+    """Print what differs, in the order configs, tensors, layers; then the counts."""
+    rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
+    out.table(("config", "difference", "detail"), rows)
+    quantized = [layer for layer in comparison.layers if layer.codes is None]
+    parts = {name for layer in quantized for name in layer.tensors}
+    listed = [d for d in comparison.tensors if d.name not in parts]
+    out.table(("tensor", "difference", "detail"), [(shown(d.name), d.kind, d.detail) for d in listed])
+    layers = [(shown(layer.name), *_layer_cells(layer)) for layer in comparison.layers if layer.codes is not None]
+    out.table(("quantized layer", "#codes", "#scales", "#values", "tensor scales", "#SQNR dB"), layers)
+    one = [(shown(x.name), str(x.elements), f"{x.sqnr_db:.2f}") for x in comparison.layers if x.codes is None]
+    out.table(("layer quantized in one", "#values", "#SQNR dB"), one)
+    if len(listed) < len(comparison.tensors):
+        out.line(f"{len(comparison.tensors) - len(listed)} tensors of {len(quantized)} layers that one of them has quantized")
+    out.line(_verdict(comparison))
+
+
+def _verdict(comparison: CheckpointComparison) -> str:
+    """The last line."""
+    same = f"{comparison.same} tensors are the same"
+    if comparison.equal:
+        return f"{same}, and so are configs and metadata; equal"
+    configs = f"{len(comparison.configs)} differ" if comparison.configs else "all the same"
+    return f"{same}; {len(comparison.tensors)} differ; entries of configs and metadata: {configs}"
+
+
+def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
+    """Return the cells of one layer: counts of what differs, the tensor scales if they do, the SQNR."""
+    a, b = layer.tensor_scales
+    scales = "same" if a == b else f"{a} and {b}"
+    return f"{layer.codes} of {layer.elements}", str(layer.scales), str(layer.values), scales, f"{layer.sqnr_db:.2f}"

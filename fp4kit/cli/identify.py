@@ -1,0 +1,41 @@
+"""The command identify: which recipe made a checkpoint, given the model that it was made from."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from fp4kit.checkpoint.identify import CheckpointVerdict
+from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command, add_path
+from fp4kit.storage.errors import shown
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    text = "say which recipe made the quantized layers of a checkpoint, and what went wrong with their bytes"
+    parser = add_command(subparsers, "identify", _identify, text)
+    add_path(parser, "path", metavar="DST", help="directory of the quantized model")
+    parser.add_argument("--source", required=True, metavar="SRC", help="directory of the model that it was made from")
+    parser.add_argument("--all", action="store_true", help="print every layer, not only those that differ from the verdict")
+
+
+def _identify(args: argparse.Namespace, out: Output) -> int:
+    total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
+    with out.progress("identifying", total) as tick:
+        verdict = identify_checkpoint(args.path, args.source, tick)
+    out.document("identify/1", _body(verdict))
+    shown_layers = verdict.layers if args.all else verdict.exceptions
+    rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]
+    out.table(("layer", "recipe", "verdict"), rows)
+    out.line(shown(verdict.sentence))
+    return 0 if verdict.recipes and not verdict.exceptions else 1
+
+
+def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
+    """A verdict as JSON has it."""
+    layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
+    found = {"recipes": verdict.recipes, "mishap": verdict.mishap, "sentence": verdict.sentence}
+    return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

@@ -1,0 +1,60 @@
+"""The command inspect: the tensors and quantized layers of a checkpoint, and what its configs declare."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.filesize import decimal
+
+from fp4kit.checkpoint.inspect import Checkpoint, open_checkpoint, quantization_summary
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.render import shape_text
+from fp4kit.storage.errors import shown
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = add_command(subparsers, "inspect", _inspect, "list the tensors and quantized layers of a checkpoint")
+    add_path(parser, "path", metavar="PATH", help="model directory or .safetensors file")
+
+
+def _inspect(args: argparse.Namespace, out: Output) -> int:
+    checkpoint = open_checkpoint(args.path)
+    out.document("inspect/1", _body(checkpoint))
+    if out.text:
+        _print(out, checkpoint)
+    return 0
+
+
+def _body(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checkpoint as JSON has it."""
+    return {
+        "path": checkpoint.path,
+        "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
+        "tensors": [
+            {"name": entry.name, "file": file.name, "dtype": entry.dtype, "shape": entry.shape, "bytes": entry.nbytes}
+            for file, entry in checkpoint.tensors.values()
+        ],
+        "layers": [{"name": x.name, "format": x.dtype, "shape": x.shape} for x in checkpoint.layers.values()],
+        "unrecognised": checkpoint.unrecognised,
+        "totals": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in checkpoint.totals.items()},
+        "quantization": dict(quantization_summary(checkpoint)),
+    }
+
+
+def _print(out: Output, checkpoint: Checkpoint) -> None:
+    """Print tensors, layers, totals, and the lines on the configs."""
+    rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
+    out.table(("tensor", "dtype", "shape", "#bytes"), rows)
+    layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
+    out.table(("quantized layer", "format", "shape"), layers)
+    for module in checkpoint.unrecognised:
+        out.line(f"not recognised: {shown(module)} looks like part of a quantized layer, but of none of a known format")
+    for dtype, (count, nbytes) in checkpoint.totals.items():
+        out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
+    total = sum(nbytes for _, nbytes in checkpoint.totals.values())
+    out.line(f"total: {len(checkpoint.tensors)} tensors in {len(checkpoint.files)} file(s), {decimal(total)}")
+    for key, value in quantization_summary(checkpoint):
+        out.line(f"{key}: {shown(value)}")

@@ -1,0 +1,76 @@
+"""A line of progress on a terminal: bytes, speed, time left. Drawn by whoever counts, so that it needs no thread."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from rich.filesize import decimal
+
+from fp4kit.cli.render import duration, shortened
+
+Tick = Callable[[int], None]
+_INTERVAL = 0.1  # seconds between two drawings
+_WINDOW = 10.0  # seconds over which the speed is taken
+
+
+class Meter:
+    """Counts bytes; ``text`` is what there is to say about them at a time in seconds."""
+
+    def __init__(self, what: str, total: int, now: float) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._past = deque([(now, 0)])
+
+    def add(self, count: int) -> None:
+        """Count ``count`` bytes."""
+        self._done += count
+
+    def text(self, now: float) -> str:
+        """Return one line: ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
+        self._past.append((now, self._done))
+        while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
+            self._past.popleft()
+        start, before = self._past[0]
+        share = 100 * self._done // self._total if self._total else 100
+        line = f"{self._what} {share}%  {decimal(self._done)} of {decimal(self._total)}"
+        if now <= start or self._done == before:
+            return line
+        rate = (self._done - before) / (now - start)
+        return f"{line}  {decimal(int(rate))}/s  {duration(max(self._total - self._done, 0) / rate)} left"
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
+    """Yield the function that counts bytes of ``total``; draw them on stderr if ``shown``, and wipe the line at the end.
+
+    The function is to be called in one thread. A terminal that has gone away stops nothing.
+    """
+    if not shown:
+        yield lambda count: None
+        return
+    meter, drawn = Meter(what, total, time.monotonic()), 0.0
+
+    def tick(count: int) -> None:
+        nonlocal drawn
+        meter.add(count)
+        now = time.monotonic()
+        if now - drawn >= _INTERVAL:
+            drawn = now
+            _draw(meter.text(now))
+
+    try:
+        yield tick
+    finally:
+        _draw("")
+
+
+def _draw(line: str) -> None:
+    """Put ``line`` in the place of the one before it."""
+    width = max(shutil.get_terminal_size().columns - 1, 1)
+    with suppress(OSError, ValueError):
+        sys.stderr.write(f"\r{shortened(line, width, '...'):<{width}}" + ("\r" if not line else ""))
+        sys.stderr.flush()

@@ -1,0 +1,262 @@
+"""What a conversion has to write, from the source's arrays and fp4kit's public functions alone: nothing of fp4kit.checkpoint.
+
+A layer is a matrix (N, K), or in gpt-oss a stack (E, N, K), that is written under one name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+from synthetic import BF16, DTYPE_NAMES, E4M3, E8M0, Tensors
+
+import fp4kit
+from fp4kit import formats
+
+Loaded = dict[str, tuple[str, tuple[int, ...], bytes]]
+# format and kind -> codes, scales, tensor scale: end of the name and safetensors dtype
+LAYOUTS = {
+    ("modelopt", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
+    ("modelopt", "mxfp4"): ((".weight", "U8"), (".weight_scale", "U8")),
+    ("modelopt", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale", "U8")),
+    ("compressed-tensors", "nvfp4"): ((".weight_packed", "U8"), (".weight_scale", "F8_E4M3"), (".weight_global_scale", "F32")),
+    ("compressed-tensors", "mxfp4"): ((".weight_packed", "U8"), (".weight_scale", "U8")),
+    ("compressed-tensors", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale", "U8")),
+    ("sglang-mxfp8", "mxfp8"): ((".weight", "F8_E4M3"), (".weight_scale_inv", "U8")),
+    ("gpt-oss", "mxfp4"): (("_blocks", "U8"), ("_scales", "U8")),
+    ("deepseek-v4", "mxfp4"): ((".weight", "I8"), (".scale", "F8_E8M0")),
+    ("deepseek-v4", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
+}
+WIDTH = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "fp8": 128}
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"),
+          ("q_a_proj", "kv_a_proj_with_mqa"), ("wq_a", "wkv"))  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """Codes (..., N, bytes) and scales of a layer; divisor: what divides on decode, where it is not 1 / tensor_scale."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    tensor_scale: np.float32 | None = None
+    divisor: np.float32 | None = None
+
+
+class Layer(NamedTuple):
+    """x: numbers as they are, or decoded to float32. The rest: as stored, of layers that are quantized; kind: "" of numbers."""
+
+    x: np.ndarray
+    kind: str = ""
+    codes: np.ndarray | None = None
+    scales: np.ndarray | None = None
+    tensor_scale: np.float32 | None = None
+    divisor: np.float32 | None = None  # as stored, of compressed-tensors
+
+
+def load(root: Path) -> Loaded:
+    """Every tensor of a directory as the safetensors library reads it: dtype, shape, bytes."""
+    found: Loaded = {}
+    for path in sorted(root.glob("*.safetensors")):
+        for name, item in safetensors.deserialize(path.read_bytes()):
+            found[name] = (item["dtype"], tuple(item["shape"]), bytes(item["data"]))
+    return found
+
+
+def arrays(loaded: Loaded) -> Tensors:
+    """Loaded tensors as arrays."""
+    dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+    return {name: np.frombuffer(data, dtypes[dtype]).reshape(shape) for name, (dtype, shape, data) in loaded.items()}
+
+
+def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
+    """value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes); scales: numbers, or their codes."""
+    if kind in ("nvfp4", "mxfp4"):
+        elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
+    else:
+        elements = formats.E4M3.values[codes]
+    of = formats.E4M3 if kind == "nvfp4" else formats.E8M0
+    block = scales if scales.dtype == np.float32 else of.values[scales]
+    block = block if tensor_scale is None else block * tensor_scale
+    if kind == "fp8":
+        block = block.repeat(128, axis=-2)[..., : elements.shape[-2], :]
+    return elements * block.repeat(WIDTH[kind], axis=-1)[..., : elements.shape[-1]]
+
+
+def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
+    """Name of the codes -> module and layer, of all that is quantized."""
+    found = {}
+    bits = {name: x.view(np.uint8) if x.dtype.itemsize == 1 else x for name, x in tensors.items()}
+    for name in tensors:
+        for end, scales_end in (("_blocks", "_scales"), (".weight_packed", ".weight_scale"), (".weight", ".weight_scale"),
+                                (".weight", ".weight_scale_inv"), (".weight", ".scale")):  # fmt: skip
+            module = name.removesuffix(end)
+            if module == name or module + scales_end not in tensors:
+                continue
+            scales, codes, scale, divides = bits[module + scales_end], bits[name], None, None
+            if end == "_blocks":
+                codes = codes.reshape(*codes.shape[:2], -1)
+            if f"{module}.weight_scale_2" in tensors:
+                scale = np.float32(tensors[f"{module}.weight_scale_2"].reshape(-1)[0])
+            if f"{module}.weight_global_scale" in tensors:
+                divides = np.float32(tensors[f"{module}.weight_global_scale"].reshape(-1)[0])
+                scale = np.float32(1) / divides
+            wide = tensors[name].dtype == E4M3
+            blocks = wide and (scales.dtype == np.float32 or tensors[module + scales_end].dtype == E8M0)
+            kind = "nvfp4" if scale is not None else "fp8" if blocks else "mxfp8" if wide else "mxfp4"
+            found[name] = module, Layer(decoded(kind, codes, scales, scale), kind, codes, scales, scale, divides)
+    return found
+
+
+def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
+    """Source tensor -> layers by name. columns: stacks of numbers are [E, K, N]; whole: stacks stay stacks."""
+    found = {name: {module: layer} for name, (module, layer) in _stored(tensors).items()}
+    for name, x in tensors.items():
+        if name in found or x.dtype not in (BF16, np.float32, np.float16):
+            continue
+        module = name.removesuffix(".weight")
+        if x.ndim == 2 and module != name:
+            found[name] = {module: Layer(x)}
+        elif x.ndim == 3 and re.search(r"experts\.\w+$", module):
+            x = np.swapaxes(x, 1, 2) if columns else x
+            found[name] = {module: Layer(x)} if whole else dict(_split(module, x))
+    return found
+
+
+def _split(module: str, x: np.ndarray) -> Iterable[tuple[str, Layer]]:
+    parent, leaf = module.rsplit(".", 1)
+    halves = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}.get(leaf, (leaf,))
+    for expert, matrix in enumerate(x):
+        for half, rows in zip(halves, np.split(matrix, len(halves)), strict=True):
+            yield f"{parent}.{expert}.{half}", Layer(rows)
+
+
+def partners(name: str, names: Iterable[str]) -> list[str]:
+    """Those of names that share a tensor scale with name, itself too, in their order."""
+    parent, _, leaf = name.rpartition(".")
+    fused = next((group for group in _FUSED if leaf in group), (leaf,))
+    wanted = {f"{parent}.{other}" for other in fused}
+    return [other for other in names if other in wanted]
+
+
+def amax(xs: Iterable[np.ndarray]) -> np.float32:
+    """The largest finite magnitude."""
+    finite = [np.abs(x.astype(np.float32)[np.isfinite(x.astype(np.float32))]).max(initial=0) for x in xs]
+    return np.float32(max(finite))
+
+
+def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
+    """What fp4kit.quantize gives for a whole layer; of zeros all 0, and 1."""
+    has_tensor = fp4kit.recipe(recipe).tensor_scaling == "tensor"
+    q = fp4kit.quantize(x, recipe, tensor_amax=shared if has_tensor else None)
+    codes, scales = np.asarray(q.packed), np.asarray(q.block_scale)
+    if not has_tensor:
+        return Parts(codes, scales)
+    if not shared:
+        return Parts(codes * 0, scales * 0, np.float32(1))
+    return Parts(codes, scales, np.float32(q.tensor_scale), divisor(recipe, shared, x.dtype))
+
+
+def cast(group: list[Layer]) -> list[Parts] | None:
+    """MXFP4 layers of a group -> NVFP4 by fp4kit.requantize of all their rows; None where that is not exact."""
+    rows = np.cumsum([len(layer.x) for layer in group])[:-1]
+    codes, scales = (np.concatenate([np.asarray(getattr(layer, part)) for layer in group]) for part in ("codes", "scales"))
+    q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp")
+    new = fp4kit.requantize(q, "nvfp4-te")
+    if not new.exact:
+        return None
+    parts = np.split(np.asarray(new.quantized.packed), rows), np.split(np.asarray(new.quantized.block_scale), rows)
+    return [Parts(a, b, np.float32(new.quantized.tensor_scale)) for a, b in zip(*parts, strict=True)]
+
+
+def carried(layer: Layer) -> Parts:
+    """FP8 under powers of two -> MXFP8: the codes, and each scale for 128 rows of 4 blocks."""
+    assert layer.scales is not None and layer.codes is not None
+    codes = layer.scales if layer.scales.dtype == np.uint8 else (np.log2(layer.scales) + 127).astype(np.uint8)
+    rows, columns = layer.x.shape
+    return Parts(layer.codes, codes.repeat(128, axis=0)[:rows].repeat(4, axis=1)[:, : columns // 32])
+
+
+def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
+    """The tensors of one layer in a format."""
+    codes, scales, tensor_scale, divisor = parts
+    *lead, rows, width = codes.shape
+    layout = LAYOUTS[format, kind]
+    shape = (*lead, rows, width // 16, 16) if format == "gpt-oss" else codes.shape
+    found: Loaded = {name + layout[0][0]: (layout[0][1], shape, codes.tobytes())}
+    found[name + layout[1][0]] = (layout[1][1], scales.shape, scales.tobytes())
+    if tensor_scale is not None:
+        divides = format == "compressed-tensors"
+        stored = tensor_scale if not divides else np.float32(1) / tensor_scale if divisor is None else divisor
+        found[name + layout[2][0]] = (layout[2][1], (1,) if divides else (), np.float32(stored).tobytes())
+    return found
+
+
+def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
+    """Tensors as they are."""
+    return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
+
+
+def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
+    """What compressed-tensors divides by: rnd(rnd(1 / amax) * 2688), both roundings to the dtype; None of other recipes."""
+    if recipe != "nvfp4-compressed-tensors" or shared == 0:
+        return None
+    reciprocal = (np.float32(1) / np.maximum(shared, np.float32(ml_dtypes.finfo(dtype).tiny))).astype(dtype)
+    return np.float32((reciprocal.astype(np.float32) * np.float32(6 * 448)).astype(dtype))
+
+
+def _powers(layer: Layer) -> bool:
+    """Whether all block scales are powers of two."""
+    assert layer.scales is not None
+    scales = layer.scales if layer.scales.dtype == np.float32 else formats.E8M0.values[layer.scales]
+    return bool((np.frexp(scales)[0] == 0.5).all())
+
+
+def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
+    """What a layer becomes, among those that share its tensor scale."""
+    kind = recipe.partition("-")[0]
+    if layer.kind == kind:
+        assert layer.codes is not None and layer.scales is not None
+        return Parts(layer.codes, layer.scales, layer.tensor_scale, layer.divisor)
+    if (layer.kind, kind) == ("fp8", "mxfp8") and _powers(layer):
+        return carried(layer)
+    if kind == "nvfp4" and all(one.kind == "mxfp4" for one in group):
+        exact = cast(group)
+        if exact is not None:
+            return next(new for new, one in zip(exact, group, strict=True) if one is layer)
+    return quantized(layer.x, recipe, amax(one.x for one in group))
+
+
+def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
+    """One layer that is decoded, rounded to bfloat16 once."""
+    ((module, layer),) = layers_of.items()
+    stack = layer.x.ndim == 3
+    x = (np.swapaxes(layer.x, 1, 2) if stack and columns else layer.x).astype(BF16)
+    return plain({module if stack else f"{module}.weight": np.ascontiguousarray(x)}, [module if stack else f"{module}.weight"])
+
+
+def expected(
+    tensors: Tensors, recipe: str, format: str, converted: Iterable[str], decoded: Iterable[str] = (), columns: bool = False
+) -> Loaded:
+    """All tensors of the result. converted, decoded: source tensors, codes of those that are quantized; the rest is copied."""
+    all_layers = layers(tensors, columns=columns, whole=format == "gpt-oss")
+    chosen = {name: layer for tensor in converted for name, layer in all_layers[tensor].items()}
+    result: Loaded = {}
+    for name, layer in chosen.items():
+        group = [chosen[other] for other in partners(name, chosen)]
+        result |= outputs(name, format, recipe.partition("-")[0], rewritten(layer, group, recipe))
+    for tensor in decoded:
+        result |= numbers(tensor, all_layers[tensor], columns)
+    gone = {part for tensor in (*converted, *decoded) for part in parts_of(tensor, tensors)}
+    return result | plain(tensors, (name for name in tensors if name not in gone))
+
+
+def parts_of(tensor: str, tensors: Mapping[str, object]) -> list[str]:
+    """The tensors of a layer whose values or codes are ``tensor``."""
+    module = re.sub(r"(\.weight|\.weight_packed|_blocks)$", "", tensor)
+    ends = ("_scales", ".scale", ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".input_scale",
+            ".input_global_scale")  # fmt: skip
+    return [tensor, *(module + end for end in ends if module + end in tensors)]

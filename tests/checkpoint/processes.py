@@ -1,0 +1,119 @@
+"""The command in processes of its own: signals at given moments, pipes, terminals.
+
+A hook for audit events (files opened, modules imported, directories made and renamed) sends the signal to its own process at an
+event of a given number, so that moments are the same in every run.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+START = ("import", "fp4kit.ops")  # by then fp4kit.startup has been imported
+HOOK = """
+import json, os, sys
+first, text, last, number, log = json.loads(os.environ["FP4KIT_TEST_MOMENT"])
+log = log and os.open(log, os.O_WRONLY | os.O_CREAT)
+count = 0
+def hook(event, arguments):
+    global count
+    count += bool(count) or (event == first and text in str(arguments[0]))
+    if count and log:
+        os.write(log, f"{event} {arguments[:1]}\\n".encode())
+    if count == last:
+        count += 1
+        os.kill(os.getpid(), number)
+sys.addaudithook(hook)
+"""
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+
+for _number in CODES:
+    if signal.getsignal(_number) is signal.SIG_IGN:  # as a shell has it in the background; the command would ignore it, too
+        signal.signal(_number, signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler)
+
+
+class Run(NamedTuple):
+    """What came of a process."""
+
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
+    """Start fp4kit in a process of its own."""
+    words = [sys.executable, "-m", "fp4kit", *map(str, arguments)]
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment(), **options}
+    return subprocess.Popen(words, **given)  # type: ignore[call-overload, no-any-return]
+
+
+def ended(process: subprocess.Popen[str]) -> Run:
+    out, err = process.communicate(timeout=60)
+    return Run(process.returncode, out, err)
+
+
+MKDIR, RENAME = ("os.mkdir", ".out.partial-"), ("os.rename", ".out.partial-")
+
+
+def signalled(folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = "") -> Run:
+    """Run fp4kit with a signal at its event of number ``last``; 1 is the first of ``after``, an event and what it is about."""
+    (folder / "hook").mkdir(exist_ok=True)
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    moment = {"FP4KIT_TEST_MOMENT": json.dumps([*after, last, number, log]), "PYTHONPATH": f"{folder / 'hook'}:{ROOT}"}
+    return ended(command(*arguments, env=environment(**moment)))
+
+
+def events(folder: Path, *arguments: object) -> list[str]:
+    """The events of a run without a signal, from the start of the imports on."""
+    run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
+    assert run.code == 0, run.err
+    return (folder / "log").read_text().splitlines()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@cache
+def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Exit code, and what the command writes on a terminal of so many columns."""
+    code = f"import os, sys; os.set_blocking(1, True); os.execv(sys.executable, {[sys.executable, '-m', 'fp4kit', *arguments]!r})"
+    child, terminal = pty.fork()
+    if not child:
+        os.environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm"}
+        os.environ.pop("COLUMNS", None)
+        import fcntl
+        import struct
+        import termios
+
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        os.execv(sys.executable, [sys.executable, "-c", code])
+    written = b""
+    while True:
+        try:
+            piece = os.read(terminal, 65536)
+        except OSError as error:
+            assert error.errno == errno.EIO
+            break
+        if not piece:
+            break
+        written += piece
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode()
+
+

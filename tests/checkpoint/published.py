@@ -1,0 +1,168 @@
+"""Names, dtypes and shapes of small models as published ones have them, as rules see them: E experts, M their width, H, V."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from fp4kit.checkpoint.rules import Candidate, Model, candidate, model_facts
+
+H, V, M, E = 64, 128, 96, 4
+Spec = tuple[str, tuple[int, ...]]  # name of a BF16 tensor without .weight, shape
+
+
+def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
+    """Candidates of a model; stored: the container of its linear layers, of gpt-oss of its stacks."""
+    model = model_facts(config)
+    held = ("proj", "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "kv_a_proj_with_mqa")
+    if stored == "gpt-oss":
+        held = ("experts.gate_up_proj", "experts.down_proj")
+    return [
+        _candidate(name, shape, model, stored if name.endswith(held) and "eh_proj" not in name else None)
+        for name, shape in specs
+    ]
+
+
+def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
+    if len(shape) == 3:
+        return Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)
+    if name.endswith("bias"):
+        return candidate(name, "BF16", shape, model)
+    return Candidate(f"{name}.weight", name, stored or "BF16", shape, model)
+
+
+def attention(prefix: str) -> Iterator[Spec]:
+    for leaf, shape in (("q_proj", (64, H)), ("k_proj", (32, H)), ("v_proj", (32, H)), ("o_proj", (H, 64))):
+        yield f"{prefix}.{leaf}", shape
+    yield f"{prefix}.q_norm", (16,)
+
+
+def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
+    yield from ((f"{prefix}.{leaf}", (64, 32 if leaf.endswith("b") else H)) for leaf in leaves)
+
+
+def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
+    yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)
+
+
+def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
+    for expert in range(E):
+        yield from mlp(f"{prefix}.{expert}", M, leaves)
+
+
+def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
+    yield from ((f"{prefix}.embed_tokens", (V, H)), (f"{prefix}.norm", (H,)))
+    if head:
+        yield "lm_head", (V, H)
+
+
+def qwen3_dense() -> list[Candidate]:
+    """Tied head; down_proj has K = 80, whole blocks of 16 and not of 32."""
+
+    def specs() -> Iterator[Spec]:
+        yield from base(head=False)
+        for i in range(3):
+            yield from attention(f"model.layers.{i}.self_attn")
+            yield from mlp(f"model.layers.{i}.mlp", 80)
+
+    return _of({"model_type": "qwen3", "num_hidden_layers": 3}, specs())
+
+
+def qwen3_moe() -> list[Candidate]:
+    """Layer 0 is dense."""
+
+    def specs() -> Iterator[Spec]:
+        yield from base()
+        yield from mlp("model.layers.0.mlp", 80)
+        for i in range(4):
+            yield from attention(f"model.layers.{i}.self_attn")
+            if i:
+                yield f"model.layers.{i}.mlp.gate", (E, H)
+                yield from experts(f"model.layers.{i}.mlp.experts")
+
+    return _of({"model_type": "qwen3_moe", "num_hidden_layers": 4}, specs())
+
+
+def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
+    """Stacks of experts, names without .weight."""
+
+    def specs() -> Iterator[Spec]:
+        yield from base()
+        for i in range(2):
+            yield from attention(f"model.layers.{i}.self_attn")
+            yield f"model.layers.{i}.mlp.{router}", (E, H)
+            for leaf, rows, columns in (("gate_up_proj", 2 * M, H), ("down_proj", H, M)):
+                yield f"model.layers.{i}.mlp.experts.{leaf}", (E, rows, columns)
+                if biases:
+                    yield f"model.layers.{i}.mlp.experts.{leaf}_bias", (E, rows)
+
+    return _of({"model_type": model_type, "num_hidden_layers": 2}, specs(), stored)
+
+
+def deepseek_v3(stored: str | None = None) -> list[Candidate]:
+    """MLA, layer 0 dense, shared experts, multi-token prediction as layer num_hidden_layers."""
+
+    def specs() -> Iterator[Spec]:
+        yield from base()
+        for i in range(4):
+            yield from mla(f"model.layers.{i}.self_attn", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+            if i == 0:
+                yield from mlp("model.layers.0.mlp", 80)
+                continue
+            yield from ((f"model.layers.{i}.mlp.gate", (E, H)), (f"model.layers.{i}.mlp.gate.e_score_correction_bias", (E,)))
+            yield from experts(f"model.layers.{i}.mlp.experts")
+            yield from mlp(f"model.layers.{i}.mlp.shared_experts")
+        yield from ((f"model.layers.3.{leaf}", (V, 2 * H)) for leaf in ("eh_proj", "embed_tokens", "shared_head.head"))
+
+    return _of({"model_type": "deepseek_v3", "num_hidden_layers": 3}, specs(), stored)
+
+
+def deepseek_v4() -> list[Candidate]:
+    """Native names: layers.N.attn, layers.N.ffn, mtp.0."""
+
+    def specs() -> Iterator[Spec]:
+        yield from (("embed", (V, H)), ("head", (V, H)), ("norm", (H,)))
+        for prefix in ("layers.0", "layers.1", "mtp.0"):
+            yield from mla(f"{prefix}.attn", ("wq_a", "wq_b", "wkv", "wo_a", "wo_b"))
+            yield f"{prefix}.ffn.gate", (E, H)
+            yield from experts(f"{prefix}.ffn.experts", ("w1", "w3", "w2"))
+            yield from mlp(f"{prefix}.ffn.shared_experts", M, ("w1", "w3", "w2"))
+
+    return _of({"model_type": "deepseek_v4", "num_hidden_layers": 2}, specs(), "deepseek-v4 MXFP4")
+
+
+def mixtral() -> list[Candidate]:
+    def specs() -> Iterator[Spec]:
+        yield from base()
+        for i in range(2):
+            yield from attention(f"model.layers.{i}.self_attn")
+            yield f"model.layers.{i}.block_sparse_moe.gate", (E, H)
+            yield from experts(f"model.layers.{i}.block_sparse_moe.experts", ("w1", "w3", "w2"))
+
+    return _of({"model_type": "mixtral", "num_hidden_layers": 2}, specs())
+
+
+def vlm_moe() -> list[Candidate]:
+    def specs() -> Iterator[Spec]:
+        yield from base("model.language_model")
+        for i in range(2):
+            yield from attention(f"model.language_model.layers.{i}.self_attn")
+            yield f"model.language_model.layers.{i}.mlp.gate", (E, H)
+            yield from experts(f"model.language_model.layers.{i}.mlp.experts")
+            yield f"model.visual.blocks.{i}.attn.qkv", (3 * H, H)
+            yield from mlp(f"model.visual.blocks.{i}.mlp")
+
+    return _of({"model_type": "qwen3_vl_moe", "text_config": {"num_hidden_layers": 2}}, specs())
+
+
+MODELS: dict[str, Callable[[], list[Candidate]]] = {
+    "qwen3_dense": qwen3_dense,
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe_fused": lambda: stacked("qwen3_moe", "gate"),
+    "gpt_oss": lambda: stacked("gpt_oss", "router", biases=True),
+    "gpt_oss_mxfp4": lambda: stacked("gpt_oss", "router", biases=True, stored="gpt-oss"),
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v3_fp8": lambda: deepseek_v3("FP8 128x128"),
+    "deepseek_v4": deepseek_v4,
+    "mixtral": mixtral,
+    "vlm_moe": vlm_moe,
+}

@@ -1,0 +1,124 @@
+"""Every source form into every container: each byte is that of fp4kit.quantize of the whole layer, or of the old codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import oracle
+import pytest
+import synthetic
+
+from fp4kit.checkpoint.convert import ConversionReport, convert
+from fp4kit.checkpoint.loaders import support
+
+FLOAT_TARGETS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-te-2d", "modelopt"),
+    ("nvfp4-te-4over6-mse-256", "compressed-tensors"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp4-compressed-tensors", "deepseek-v4"),
+    ("mxfp8-te", "modelopt"),
+    ("mxfp8-te-2d", "sglang-mxfp8"),
+    ("mxfp8-compressed-tensors", "compressed-tensors"),
+    ("nvfp4-flashinfer", "deepseek-v4"),
+]
+
+
+@pytest.fixture(autouse=True)
+def every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are right whether or not an engine is known to load them."""
+    monkeypatch.setattr(support, "refusal", lambda *pair: None)
+
+
+def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = False) -> None:
+    """The whole result against the oracle."""
+    plan = report.plan
+    decoded = [tensor.name for tensor in plan.tensors if tensor.action == "dequantize"]
+    kept = [tensor.name for tensor in plan.tensors if tensor.reason.endswith("as it is")]
+    converted = [tensor.name for tensor in plan.converted if tensor.name not in (*decoded, *kept)]
+    form = "" if plan.form is None else plan.form.format
+    expected = oracle.expected(tensors, plan.recipe.id, form, converted, decoded, columns)
+    found = oracle.load(report.destination)
+    assert sorted(found) == sorted(expected)
+    wrong = [name for name, tensor in expected.items() if found[name] != tensor]
+    assert not wrong, wrong[:5]
+
+
+WITH_EXPERTS = ("moe", "fused", "deepseek", "mixtral", "vlm_moe")
+
+
+@pytest.mark.parametrize("name", synthetic.MODELS)
+@pytest.mark.parametrize(("recipe", "format"), FLOAT_TARGETS)
+def test_numbers(tmp_path: Path, name: str, recipe: str, format: str) -> None:
+    tensors = synthetic.MODELS[name](tmp_path / "m")
+    if format == "deepseek-v4" and name not in WITH_EXPERTS:
+        with synthetic.refused("0 tensors to convert"):
+            convert(tmp_path / "m", tmp_path / "out", recipe, format=format)
+        return
+    check(convert(tmp_path / "m", tmp_path / "out", recipe, format=format), tensors)
+
+
+@pytest.mark.parametrize("inner", [64, 96])
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp4-te", "mxfp4-modelopt"])
+def test_interleaved_stacks(tmp_path: Path, recipe: str, inner: int) -> None:
+    """gpt-oss: [E, K, N] becomes blocks along K, whose rows stay interleaved; square where inner is 64."""
+    tensors = synthetic.gpt_oss(tmp_path / "m", inner)
+    report = convert(tmp_path / "m", tmp_path / "out", recipe, format="gpt-oss")
+    check(report, tensors, columns=True)
+    assert report.actions["quantize"] == 2 * 2 * synthetic.EXPERTS
+    blocks = oracle.load(tmp_path / "out")["model.layers.0.mlp.experts.down_proj_blocks"]
+    assert blocks[:2] == ("U8", (synthetic.EXPERTS, 64, inner // 32, 16))
+
+
+QUANTIZED_TARGETS = [
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te", "modelopt"),
+    ("mxfp8-te", "compressed-tensors"),
+    ("mxfp8-te", "sglang-mxfp8"),
+    ("mxfp4-ocp", "deepseek-v4"),
+    ("nvfp4-te", "deepseek-v4"),
+    ("nvfp4-te", "bf16"),
+]
+CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
+
+
+@pytest.mark.parametrize(("before", "container"), CONTAINERS)
+@pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
+@pytest.mark.parametrize("name", ["moe", "deepseek"])
+def test_each_container_into_each(tmp_path: Path, name: str, before: str, container: str, recipe: str, format: str) -> None:
+    """One conversion after another: the same codes where both have them, else numbers decoded and quantized anew."""
+    synthetic.MODELS[name](tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "first", before, format=container)
+    tensors = oracle.arrays(oracle.load(tmp_path / "first"))
+    check(convert(tmp_path / "first", tmp_path / "out", recipe, format=format, requantize=True), tensors)
+
+
+@pytest.mark.parametrize("powers", [False, True])
+@pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
+def test_fp8_blocks(tmp_path: Path, powers: bool, recipe: str, format: str) -> None:
+    tensors = synthetic.deepseek_fp8(tmp_path / "m", powers)
+    report = convert(tmp_path / "m", tmp_path / "out", recipe, format=format, requantize=True)
+    check(report, tensors)
+    assert ("carry" in report.actions) == (powers and recipe == "mxfp8-te" and format != "bf16")
+
+
+@pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
+def test_deepseek_v4(tmp_path: Path, recipe: str, format: str) -> None:
+    tensors = synthetic.deepseek_v4(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out", recipe, format=format, requantize=True)
+    check(report, tensors)
+    experts = 2 * synthetic.EXPERTS * 3
+    wanted = {"mxfp4-ocp": "rename", "nvfp4-te": "cast"}.get(recipe)
+    if wanted and format != "bf16":
+        assert report.actions[wanted] >= experts
+
+
+@pytest.mark.parametrize(("recipe", "format"), [("mxfp4-te", "gpt-oss"), ("nvfp4-te", "bf16")])
+def test_gpt_oss(tmp_path: Path, recipe: str, format: str) -> None:
+    tensors = synthetic.gpt_oss_mxfp4(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "out", recipe, format=format)
+    check(report, tensors, columns=True)
+    assert report.actions["rename" if format == "gpt-oss" else "dequantize"] == 4 * synthetic.EXPERTS

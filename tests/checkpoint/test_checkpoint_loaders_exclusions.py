@@ -1,0 +1,301 @@
+"""Exclusion lists in every syntax: what they say, and that every engine understands them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, Container
+from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.exclusions import check, exclusion_list, listed
+from fp4kit.checkpoint.loaders.matchers import READERS
+
+SYNTAXES = ("modelopt", "compressed-tensors", "dotted", "mxfp4")
+LISTED = [container for container in CONTAINERS.values() if container.syntax and READERS[container.id]]
+LINEARS = [container for container in LISTED if container.format != "gpt-oss"]  # containers that hold linear layers
+
+
+def attention(layer: str) -> list[str]:
+    return [f"{layer}.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")]
+
+
+def mla(layer: str) -> list[str]:
+    leaves = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    return [f"{layer}.self_attn.{leaf}" for leaf in leaves]
+
+
+def mlp(parent: str) -> list[str]:
+    return [f"{parent}.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+
+
+def experts(layer: str, count: int = 3) -> list[str]:
+    return [name for index in range(count) for name in mlp(f"{layer}.mlp.experts.{index}")]
+
+
+def layers(count: int, of: str = "model") -> list[str]:
+    return [f"{of}.layers.{index}" for index in range(count)]
+
+
+def wrong(container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]) -> list[str]:
+    """What engines would get wrong, in words."""
+    return [str(found) for found in check(container, patterns, copied, converted)]
+
+
+def test_a_dense_model_needs_its_head_alone() -> None:
+    converted = [name for layer in layers(2) for name in attention(layer) + mlp(f"{layer}.mlp")]
+    assert {exclusion_list(syntax, [], [], converted) for syntax in SYNTAXES} == {("lm_head",)}
+
+
+def test_fused_names_are_added() -> None:
+    copied = attention("model.layers.0")
+    for syntax in SYNTAXES:
+        assert exclusion_list(syntax, copied, [], mlp("model.layers.0.mlp")) == tuple(
+            sorted([*copied, "lm_head", "model.layers.0.self_attn.qkv_proj"])
+        )
+
+
+def test_a_subtree_is_named_alone() -> None:
+    copied = [*mla("model.layers.3"), *experts("model.layers.3"), "model.layers.3.eh_proj", "model.visual.blocks.0.attn.qkv"]
+    subtrees, converted = ["model.layers.3", "model.visual"], [*mla("model.layers.0")]
+    assert exclusion_list("modelopt", copied, subtrees, converted) == ("lm_head", "model.layers.3.*", "model.visual.*")
+    assert exclusion_list("dotted", copied, subtrees, converted) == ("lm_head", "model.layers.3", "model.visual")
+    assert exclusion_list("mxfp4", copied, subtrees, converted) == ("lm_head", "model.layers.3", "model.visual")
+    assert exclusion_list("compressed-tensors", copied, subtrees, converted) == (
+        "lm_head", r"re:model\.layers\.3\..*", r"re:model\.visual\..*", r"re:visual\..*",
+    )  # fmt: skip
+
+
+def test_a_subtree_below_another_is_not_named() -> None:
+    assert exclusion_list("dotted", [], ["a.b.c", "a.b", "a.bc"], ["d"]) == ("a.b", "a.bc", "lm_head")
+
+
+def test_a_linear_layer_that_is_the_root_of_a_subtree_is_named_itself() -> None:
+    assert exclusion_list("modelopt", ["mm_projector", "mm_projector.0"], ["mm_projector"], ["a"]) == (
+        "lm_head", "mm_projector", "mm_projector.*",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("syntax", "written"),
+    [
+        ("modelopt", ("E", "E.*")),
+        ("compressed-tensors", ("E", r"re:model\.layers\.1\.mlp\.experts\..*")),
+        ("dotted", ("E",)),
+        ("mxfp4", ("E",)),
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_that_are_copied_are_named_by_their_container(syntax: str, written: tuple[str, ...], stacked: bool) -> None:
+    container = "model.layers.1.mlp.experts"
+    copied = [f"{container}.gate_up_proj", f"{container}.down_proj"] if stacked else experts("model.layers.1")
+    expected = tuple(sorted(["lm_head", *(text.replace("E", container) for text in written)]))
+    assert exclusion_list(syntax, copied, [], experts("model.layers.0")) == expected
+
+
+def test_experts_that_are_partly_copied_are_named_one_by_one_and_reported() -> None:
+    all_experts = experts("model.layers.0")
+    found = exclusion_list("modelopt", all_experts[:3], [], all_experts[3:])
+    assert found == tuple(sorted([*all_experts[:3], "lm_head", "model.layers.0.mlp.experts.0.gate_up_proj"]))
+    (vllm, sglang) = check("modelopt NVFP4", found, all_experts[:3], all_experts[3:])
+    assert (vllm.engine, sglang.engine) == ("vLLM", "SGLang")
+    assert vllm.subject == "model.layers.0.mlp.experts"
+    assert vllm.text == (
+        "model.layers.0.mlp.experts.1.gate_proj is quantized, model.layers.0.mlp.experts.0.gate_proj is not; "
+        "vLLM loads them as one and needs all or none"
+    )
+
+
+def test_experts_of_a_multimodal_model_are_named_where_engines_mount_them() -> None:
+    copied = experts("model.language_model.layers.0")
+    found = exclusion_list("compressed-tensors", copied, [], ["model.language_model.layers.1.mlp.down_proj"])
+    assert r"re:language_model\.model\.layers\.0\.mlp\.experts\..*" in found
+
+
+def test_a_converted_head_is_not_excluded() -> None:
+    assert exclusion_list("modelopt", ["a"], [], ["lm_head"]) == ("a",)
+
+
+def test_names_that_are_expressions_are_escaped() -> None:
+    assert exclusion_list("mxfp4", ["a+b"], [], ["c"]) == ("a\\+b", "lm_head")
+    assert exclusion_list("compressed-tensors", [], ["a+b"], ["c"]) == ("lm_head", r"re:a\+b\..*")
+
+
+def test_unknown_syntax() -> None:
+    message = "exclusion_list: syntax 'regex'; one of modelopt, compressed-tensors, dotted, mxfp4 is needed"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        exclusion_list("regex", [], [], [])
+
+
+def test_converted_below_a_subtree() -> None:
+    message = "exclusion_list: model.visual.fc is converted, but lies below model.visual, a subtree that is copied as a whole"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        exclusion_list("dotted", [], ["model.visual"], ["model.visual.fc"])
+
+
+# MLA: what SGLang gets wrong by a leaf name, and how the list avoids it.
+
+
+def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
+    copied, converted = mla("model.layers.3"), [name for layer in layers(3) for name in mla(layer)]
+    found = check("modelopt NVFP4", [*copied, "lm_head"], copied, converted)
+    assert {each.engine for each in found} == {"SGLang"}
+    assert len(found) == 3 * 3  # fused a, q_b and kv_b, of three layers
+    by_subject = {each.subject: each.text for each in found}
+    assert by_subject["model.layers.0.self_attn.q_b_proj"] == (
+        "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it takes an exclusion "
+        "that ends in q_b_proj for every layer's: exclude model.layers.3.self_attn.*, or q_b_proj*, or the whole subtree of that "
+        "layer"
+    )
+    assert not check("modelopt NVFP4", ["model.layers.3.*", "lm_head"], copied, converted)
+
+
+@pytest.mark.parametrize("kept", [mla("model.layers.1"), mla("model.layers.1")[3:4], mla("model.layers.1")[:3:2]])
+def test_an_mla_projection_of_one_layer_is_kept_for_every_engine(kept: list[str]) -> None:
+    modules = [name for layer in layers(3) for name in mla(layer) + mlp(f"{layer}.mlp")]
+    converted = [name for name in modules if name not in kept]
+    patterns = exclusion_list("modelopt", kept, [], converted)
+    assert any(pattern.endswith("_proj*") or pattern.endswith("_mqa*") for pattern in patterns)
+    assert not wrong("modelopt NVFP4", patterns, kept, converted)
+
+
+def test_mla_leaves_are_named_plainly_where_none_is_converted() -> None:
+    copied = [name for layer in layers(2) for name in mla(layer)]
+    patterns = exclusion_list("modelopt", copied, [], experts("model.layers.0"))
+    assert not any("*" in pattern for pattern in patterns)
+    assert "model.layers.0.self_attn.fused_qkv_a_proj_with_mqa" in patterns
+    assert not wrong("modelopt NVFP4", patterns, copied, experts("model.layers.0"))
+
+
+# Every engine understands every list: models and selections drawn at random.
+
+units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtral", "router", "visual", "stack"])
+
+
+def modules_of(kind: str, layer: str) -> list[list[str]]:
+    """The layers of one part of a model, in groups that are converted together or not at all."""
+    return {
+        "mlp": [mlp(f"{layer}.mlp")[:2], mlp(f"{layer}.mlp")[2:]],
+        "attention": [attention(layer)[:3], attention(layer)[3:]],
+        "mla": [mla(layer)[:3:2], *([name] for name in mla(layer)[1::2]), mla(layer)[4:]],
+        "experts": [experts(layer)],
+        "shared": [mlp(f"{layer}.mlp.shared_experts")[:2], mlp(f"{layer}.mlp.shared_experts")[2:]],
+        "mixtral": [[f"{layer}.block_sparse_moe.experts.{i}.{leaf}" for i in range(2) for leaf in ("w1", "w2", "w3")]],
+        "router": [[f"{layer}.mlp.gate"]],
+        "visual": [[f"model.visual.blocks.{layer[-1]}.attn.qkv"], [f"model.visual.blocks.{layer[-1]}.mlp.fc1"]],
+        "stack": [[f"{layer}.feed_forward.experts.gate_up_proj", f"{layer}.feed_forward.experts.down_proj"]],
+    }[kind]
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
+    """Copied modules, subtrees that are copied as a whole, converted modules."""
+    kinds, count = draw(st.sets(units, min_size=1)), draw(st.integers(1, 12))
+    subtrees = [layer for layer in layers(count) if draw(st.integers(0, 9)) == 0]
+    copied: list[str] = []
+    converted: list[str] = []
+    for layer in layers(count):
+        for group in (group for kind in sorted(kinds) for group in modules_of(kind, layer)):
+            always = layer in subtrees or group[0].startswith("model.visual") or group[0].endswith("mlp.gate")
+            (copied if always or draw(st.booleans()) else converted).extend(group)
+    if "visual" in kinds:
+        subtrees.append("model.visual")
+    return [name for name in copied if name not in converted], subtrees, converted
+
+
+def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
+    """A router ``mlp.gate`` beside a dense ``mlp.gate_up_proj``: no model has both, and vLLM goes by substring."""
+    parents = {name.removesuffix(".gate") for name in copied if name.endswith(".gate")}
+    return any(name.rpartition(".")[0] in parents for name in converted)
+
+
+@given(drawn=selections(), container=st.sampled_from(LINEARS))
+def test_every_engine_understands_every_list(drawn: tuple[list[str], list[str], list[str]], container: Container) -> None:
+    copied, subtrees, converted = drawn
+    if router_hides_gate(copied, converted):
+        copied = [name for name in copied if not name.endswith("mlp.gate")]
+    patterns = exclusion_list(container.syntax, copied, subtrees, converted)
+    assert not wrong(container.id, patterns, copied, converted)
+    assert not any(pattern.endswith(".") for pattern in patterns) and patterns == tuple(sorted(set(patterns)))
+
+
+@pytest.mark.parametrize("container", LINEARS, ids=lambda container: container.id)
+@pytest.mark.parametrize("module", [*mla("model.layers.0"), *attention("model.layers.0"), "model.layers.0.mlp.gate"])
+def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, container: Container) -> None:
+    found = check(container.id, ["lm_head"], [module], [])
+    assert {each.engine for each in found} == {each.engine for each in READERS[container.id]}
+    assert all(each.text == "is not quantized, but expected to be; add it to the exclusion list" for each in found)
+
+
+def test_gpt_oss() -> None:
+    """Only its experts are ever asked for; linear layers are never quantized."""
+    stacks = [[f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.experts.down_proj"] for layer in layers(2)]
+    copied = [name for layer in layers(2) for name in [*attention(layer), f"{layer}.mlp.router"]]
+    patterns = exclusion_list("mxfp4", copied, [], stacks[0] + stacks[1])
+    assert not wrong("gpt-oss", patterns, copied, stacks[0] + stacks[1])
+    kept = exclusion_list("mxfp4", copied + stacks[0], [], stacks[1])
+    (vllm,) = check("gpt-oss", kept, copied + stacks[0], stacks[1])
+    assert (vllm.engine, vllm.subject) == ("vLLM", "model.layers.0.mlp.experts")
+    found = check("gpt-oss", patterns, copied[1:], copied[:1])
+    assert [each.text for each in found if each.subject == copied[0]] == [
+        "is quantized, but excluded: its packed weights do not fit"
+    ] * 2
+
+
+# check: what it finds in lists of others.
+
+
+def test_a_tied_head_is_missed() -> None:
+    (found,) = check("modelopt NVFP4", [], [], ["a"])
+    text = "is not quantized, but expected to be; add it to the exclusion list"
+    assert found == Finding("vLLM", "0.33.0", "error", "lm_head", text)
+
+
+def test_a_substring_is_found() -> None:
+    (found,) = check("modelopt NVFP4", ["lm_head", "a.mlp.gate"], ["a.mlp.gate"], ["a.mlp.gate_proj", "a.mlp.up_proj"])
+    assert str(found) == (
+        "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: its packed weights do not fit"
+    )
+
+
+def test_globs_mean_nothing_in_other_syntaxes() -> None:
+    copied, converted = ["model.visual.fc"], ["model.layers.0.mlp.down_proj"]
+    assert {each.engine for each in check("sglang-mxfp8", ["lm_head", "model.visual.*"], copied, converted)} == {"SGLang"}
+    found = check("compressed-tensors mxfp4-pack-quantized", ["lm_head", "model.visual.*"], copied, converted)
+    assert {each.engine for each in found} == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
+
+
+def test_parts_that_disagree_are_found() -> None:
+    names = attention("model.layers.0")
+    (vllm, sglang) = check("modelopt NVFP4", ["lm_head", names[0]], [], names)
+    assert vllm.subject == "model.layers.0.self_attn.qkv_proj" and "loading fails: " in vllm.text and sglang.engine == "SGLang"
+
+
+def test_a_broken_pattern_is_found() -> None:
+    found = check("compressed-tensors nvfp4-pack-quantized", ["lm_head", "re:("], [], ["a"])
+    assert len(found) == 4 and all("not a regular expression" in each.text for each in found)
+
+
+def test_listed() -> None:
+    assert listed("modelopt", {"ignore": ["a"], "modules_to_not_convert": ["b"]}) == ("a",)
+    assert listed("dotted", {"modules_to_not_convert": ["b"], "ignored_layers": ["a"]}) == ("a",)
+    assert listed("dotted", {"modules_to_not_convert": ["b"], "ignored_layers": None}) == ("b",)
+    assert listed("mxfp4", {}) == ()
+    for value in ("lm_head", [1], {"a": 1}):
+        with pytest.raises(ValueError, match=r"^quantization_config: ignore is .*; a list of names is needed$"):
+            listed("compressed-tensors", {"ignore": value})
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES)
+def test_100_000_names_take_less_than_three_seconds(syntax: str) -> None:
+    converted = [name for layer in layers(130) for name in experts(layer, 256)]
+    copied = [name for layer in layers(130) for name in mla(layer)]
+    container = next(each.id for each in LISTED if each.syntax == syntax)
+    start = time.process_time()
+    patterns = exclusion_list(syntax, copied, [], converted)
+    check(container, patterns, copied if syntax != "mxfp4" else [], converted)
+    assert len(converted) > 99_000 and time.process_time() - start < 3

@@ -1,0 +1,220 @@
+"""Exclusion matchers: every case that is stated of an engine, and the real functions where they are installed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fp4kit.checkpoint.loaders import matchers as m
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+
+LAYER = "model.layers.1"
+ATTENTION, MLP, EXPERTS = f"{LAYER}.self_attn", f"{LAYER}.mlp", f"{LAYER}.mlp.experts"
+QKV = tuple(f"{ATTENTION}.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj"))
+MLA_PAIR = (f"{ATTENTION}.q_a_proj", f"{ATTENTION}.kv_a_proj_with_mqa")
+
+Case = tuple[str, Sequence[str], bool]
+
+VLLM_MODELOPT: tuple[Case, ...] = (
+    (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
+    (f"{MLP}.down_proj", [], False),
+    (f"{ATTENTION}.qkv_proj", QKV, True),
+    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),  # as a glob: the exact test asks for the parts
+    (f"{ATTENTION}.fused_qkv_a_proj", MLA_PAIR, True),
+    ("model.layers.10.mlp.down_proj", [LAYER], True),  # a substring
+    (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], True),
+    (f"{MLP}.gate", [f"{MLP}.gate_up_proj"], False),
+    ("language_model.model.layers.1.mlp.down_proj", [f"{MLP}.down_proj"], True),
+    (f"{MLP}.down_proj", [f"{LAYER}.*"], True),
+    ("model.layers.10.mlp.down_proj", [f"{LAYER}.*"], False),
+    ("model.layers.10.mlp.down_proj", [f"{LAYER}*"], True),
+    (f"{MLP}.Down_proj", [f"{MLP}.d*"], False),  # globs mind the case
+    (f"{MLP}.down_proj", ["*.mlp.[d]own_proj"], True),
+    (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one expert excludes the container
+    (EXPERTS, [EXPERTS], True),
+    (EXPERTS, [f"{EXPERTS}.*"], True),
+    (EXPERTS, [f"{LAYER}.*"], True),
+    ("model.vision_tower.blocks.0.qkv", [], True),
+    ("vision_model.fc1", [], True),
+    ("vit_large_projector", [], True),
+    ("model.visual.blocks.0.attn.qkv", [], False),  # not special any more
+    ("lm_head", [], False),
+    ("lm_head", ["lm_head"], True),
+)
+
+SGLANG_MODELOPT: tuple[Case, ...] = (
+    (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
+    (f"{MLP}.down_proj", [MLP], True),  # a dotted path anywhere
+    (f"{MLP}.down_proj", ["mlp"], True),
+    ("model.layers.10.mlp.down_proj", [LAYER], False),  # whole parts
+    (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], False),
+    (f"{ATTENTION}.qkv_proj", QKV, True),
+    (f"{ATTENTION}.fused_qkv_a_proj_with_mqa", MLA_PAIR, True),
+    (f"{MLP}.down_proj", [f"{LAYER}.*"], True),
+    ("model.layers.10.mlp.down_proj", [f"{LAYER}.*"], False),
+    ("language_model.model.layers.1.mlp.down_proj", [f"{LAYER}.*"], True),
+    ("mtp_block.fc", ["mtp*"], True),  # a glob on one part
+    ("model.mtp_block.fc", ["mtp*"], True),
+    ("model.amtp.fc", ["mtp*"], False),
+    (EXPERTS, [EXPERTS], True),
+    (EXPERTS, [f"{EXPERTS}.*"], True),
+    # the rule of MLA: the layer number is dropped
+    ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.self_attn.q_a_proj"], True),
+    ("model.layers.0.self_attn.q_b_proj", ["model.layers.3.self_attn.q_b_proj"], True),
+    ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj"], True),
+    ("model.layers.0.self_attn.fused_qkv_a_proj_with_mqa", ["model.layers.3.self_attn.kv_a_proj_with_mqa"], True),
+    ("model.layers.0.self_attn.o_proj", ["model.layers.3.self_attn.o_proj"], False),
+    # and the ways out
+    ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.*"], False),
+    ("model.layers.3.self_attn.q_a_proj", ["model.layers.3.*"], True),
+    ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj*"], False),
+    ("model.layers.3.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj*"], True),
+)
+
+SGLANG_MXFP8: tuple[Case, ...] = (
+    ("model.visual.blocks.0.attn.qkv", ["model.visual"], True),
+    ("visual.blocks.0.attn.qkv", ["model.visual"], True),  # with and without model.
+    ("model.visual.blocks.0.attn.qkv", ["visual"], True),
+    ("model.visual.blocks.0.attn.qkv", ["model.visual.*"], False),  # no wildcards
+    ("model.visualize.fc", ["model.visual"], False),
+    (f"{ATTENTION}.qkv_proj", QKV, True),
+    (f"{MLP}.gate_up_proj", [f"{MLP}.gate"], False),
+    ("model.layers.0.self_attn.q_b_proj", ["model.layers.3.self_attn.q_b_proj"], False),
+    (EXPERTS, [f"{EXPERTS}.0.up_proj"], True),
+)
+
+SERVED_CT: tuple[Case, ...] = (
+    (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
+    (f"{MLP}.down_proj", [f"{MLP}.*"], False),  # no globs
+    (f"{MLP}.down_proj", [r"re:model\.layers\.1\..*"], True),
+    ("a.model.layers.1.mlp.down_proj", [r"re:model\.layers\.1\..*"], False),  # from the start
+    (f"{MLP}.down_proj", ["Linear"], False),  # not by class
+    (f"{ATTENTION}.qkv_proj", QKV, True),
+    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),
+    (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj", QKV[0]], True),  # its own name comes first
+    (f"{ATTENTION}.qkv_proj", [r"re:.*self_attn.*"], True),
+    (EXPERTS, [r"re:.*experts\..*"], True),
+    (EXPERTS, [EXPERTS], False),  # it asks for the first expert
+    (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")], True),
+    (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("w1", "w2", "w3")], False),  # by these names, whatever they are
+)
+
+
+@pytest.mark.parametrize(
+    ("excluded", "case"),
+    [
+        *((m.vllm_modelopt, case) for case in VLLM_MODELOPT),
+        *((m.sglang_modelopt, case) for case in SGLANG_MODELOPT),
+        *((m.sglang_mxfp8, case) for case in SGLANG_MXFP8),
+        *((served, case) for served in (m.vllm_compressed_tensors, m.sglang_compressed_tensors) for case in SERVED_CT),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or f"{value[0]}-{value[1]}",
+)
+def test_stated_cases(excluded: Callable[[str, Sequence[str]], bool], case: Case) -> None:
+    module, patterns, expected = case
+    assert excluded(module, patterns) is expected
+
+
+@pytest.mark.parametrize(
+    "excluded", [m.vllm_modelopt, m.sglang_modelopt, m.sglang_mxfp8, m.vllm_compressed_tensors, m.sglang_compressed_tensors]
+)
+def test_parts_of_a_fused_layer_have_to_agree(excluded: Callable[[str, Sequence[str]], bool]) -> None:
+    message = f"{ATTENTION}.qkv_proj: {QKV[0]} is excluded, {QKV[1]}, {QKV[2]} is not; exclude all or none"
+    with pytest.raises(m.PartsDisagree, match=f"^{re.escape(message)}$"):
+        excluded(f"{ATTENTION}.qkv_proj", QKV[:1])
+
+
+def test_projections_of_the_first_expert_have_to_agree() -> None:
+    with pytest.raises(m.PartsDisagree, match=r"experts\.0\.up_proj is excluded"):
+        m.vllm_compressed_tensors(EXPERTS, [f"{EXPERTS}.0.up_proj"])
+
+
+def test_vllm_splits_a_wildcard_where_it_maps_names() -> None:
+    assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"])
+    assert m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"], mapped=True)  # its prefix is a substring
+    assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}.*"], mapped=True)  # .* is left as it is
+    assert not m.vllm_modelopt("model.visual", ["model.visual.*"], mapped=True)
+
+
+def test_gpt_oss() -> None:
+    published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    assert not m.transformers_mxfp4(EXPERTS, published) and not m.vllm_gpt_oss(EXPERTS, published)
+    assert m.transformers_mxfp4(f"{ATTENTION}.q_proj", []) and m.vllm_gpt_oss(f"{ATTENTION}.q_proj", [])
+    assert m.transformers_mxfp4(EXPERTS, [LAYER]) and not m.vllm_gpt_oss(EXPERTS, [LAYER])  # vLLM does not read it
+    assert not m.transformers_mxfp4("model.layers.11.mlp.experts", [LAYER])  # up to the end of a part
+    assert not m.transformers_mxfp4(EXPERTS, None)
+
+
+def test_deepseek_v4() -> None:
+    experts = "layers.0.ffn.experts"
+    assert not m.vllm_deepseek_v4(experts, ["head", "mtp.*"])
+    assert m.vllm_deepseek_v4(experts, [f"{experts}.0.w1"])
+
+
+@pytest.mark.parametrize("excluded", [m.sglang_modelopt, m.compressed_tensors, m.vllm_compressed_tensors, m.transformers_listed])
+def test_patterns_that_do_not_compile(excluded: Callable[[str, Sequence[str]], bool]) -> None:
+    with pytest.raises(ValueError, match=r"^pattern 're:\(': not a regular expression \(.*\); the engine fails on it$"):
+        excluded("a", ["re:("])
+
+
+def test_container_of() -> None:
+    assert {m.container_of(name) for name in (EXPERTS, f"{EXPERTS}.0.up_proj", f"{EXPERTS}.gate_up_proj")} == {EXPERTS}
+    assert m.container_of("model.layers.0.mlp.shared_experts.up_proj") is None
+    assert m.container_of("layers.0.block_sparse_moe.experts.3.w1") == "layers.0.block_sparse_moe.experts"
+
+
+def test_what_an_engine_asks_for() -> None:
+    vllm, sglang = m.READERS["modelopt NVFP4"]
+    modules = [*QKV, *MLA_PAIR, f"{EXPERTS}.0.w1", f"{EXPERTS}.1.w1", "lm_head"]
+    assert vllm.asked(modules) == {
+        f"{ATTENTION}.qkv_proj": list(QKV),
+        f"{ATTENTION}.fused_qkv_a_proj": list(MLA_PAIR),
+        EXPERTS: [f"{EXPERTS}.0.w1", f"{EXPERTS}.1.w1"],
+        "lm_head": ["lm_head"],
+    }
+    assert f"{ATTENTION}.fused_qkv_a_proj_with_mqa" in sglang.asked(modules)
+    assert set(m.READERS["deepseek-v4"][0].asked(modules)) == {EXPERTS}
+    library, transformers = m.READERS["compressed-tensors nvfp4-pack-quantized"][2:]
+    assert set(library.asked(modules)) == set(modules)
+    assert set(transformers.asked(modules)) == {name for name in modules if not name.startswith(EXPERTS)}
+
+
+def test_every_container_has_its_readers() -> None:
+    assert set(m.READERS) == set(CONTAINERS)
+
+
+PARTS = ["model", "layers", "0", "1", "10", "mlp", "mlp2", "gate", "gate_proj", "experts", "lm_head", "Linear", "Module"]
+names = st.lists(st.sampled_from(PARTS), min_size=1, max_size=5).map(".".join)
+pieces = st.one_of(names, st.sampled_from([".*", r"\.", "[01]", "(a|mlp)", "$", "?", "+", "(", "*", "", "(?i)", "re:", "."]))
+patterns = st.lists(st.builds("".join, st.lists(pieces, min_size=1, max_size=4)), max_size=4)
+with_prefix = patterns.flatmap(lambda drawn: st.tuples(*(st.sampled_from([p, f"re:{p}"]) for p in drawn)))
+
+
+def outcome(call: Callable[[], bool]) -> bool | str:
+    """What a call returns, or that it fails on a pattern."""
+    try:
+        return bool(call())
+    except (ValueError, re.error):
+        return "fails"
+
+
+@given(module=names, drawn=with_prefix)
+def test_as_compressed_tensors_does(module: str, drawn: tuple[str, ...]) -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    torch = pytest.importorskip("torch")
+    linear = torch.nn.Linear(1, 1)
+    theirs = outcome(lambda: match.is_match(module, linear, drawn))
+    mine = outcome(lambda: m.compressed_tensors(module, drawn))
+    assert mine == theirs or (mine == "fails" and theirs is True)  # it stops at the first hit, before a broken pattern
+
+
+@given(module=names, drawn=patterns)
+def test_as_transformers_does(module: str, drawn: list[str]) -> None:
+    real = pytest.importorskip("transformers.quantizers.quantizers_utils")
+    theirs = outcome(lambda: not real.should_convert_module(module, drawn))
+    mine = outcome(lambda: m.transformers_listed(module, drawn))
+    assert mine == theirs or {mine, theirs} == {True, "fails"}

@@ -1,0 +1,386 @@
+"""What engines require of tensors, tensor scales and configurations, and every fault that they trip over."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.required import findings, quantized_layers
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+ROWS, COLUMNS = 96, 64
+Q, EXPERT = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts.0.down_proj"
+
+W4A16, NVFP4, MXFP8, MXFP4 = "modelopt W4A16_NVFP4", "modelopt NVFP4", "modelopt MXFP8", "modelopt mxfp4"
+CT_NVFP4, CT_MXFP4, CT_MXFP8 = (f"compressed-tensors {name}" for name in (
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"))  # fmt: skip
+
+
+def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
+    """The tensors of one layer of [96, 64], written out by hand."""
+    packed, codes = (*lead, 96, 32), (*lead, 96, 64)
+    by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {
+        W4A16: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar)},
+        NVFP4: {".weight": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16), ".weight_scale_2": ("F32", scalar),
+                ".input_scale": ("F32", scalar)},
+        MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
+        MXFP4: {".weight": ("U8", packed), ".weight_scale": ("U8", by_32)},
+        CT_NVFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("F8_E4M3", by_16),
+                   ".weight_global_scale": ("F32", lead or (1,))},
+        CT_MXFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("U8", by_32)},
+        CT_MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
+        "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
+        "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
+        "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
+        "bf16": {".weight": ("BF16", codes)},
+    }[container]  # fmt: skip
+    return {name + suffix: tensor for suffix, tensor in parts.items()}
+
+
+def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
+    name = container.removeprefix("compressed-tensors ")
+    four, nv = "4" in name, name.startswith("nv")
+    weights = {"num_bits": 4 if four else 8, "type": "float", "symmetric": True, "group_size": 16 if nv else 32,
+               "strategy": "tensor_group" if nv else "group"}  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+def config(container: str) -> dict[str, Any]:
+    """A config.json that engines accept."""
+    used = CONTAINERS[container].format
+    if used == "modelopt":
+        return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
+    if used == "compressed-tensors":
+        return {"quantization_config": ct_config(container)}
+    own: dict[str, dict[str, Any]] = {
+        "sglang-mxfp8": {"quantization_config": {"quant_method": "mxfp8"}},
+        "gpt-oss": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+        "deepseek-v4": {"model_type": "deepseek_v4", "expert_dtype": "fp4", "quantization_config": {"quant_method": "fp8"}},
+        "bf16": {},
+    }
+    return own[used]
+
+
+def name_of(container: str) -> str:
+    return {"gpt-oss": "model.layers.0.mlp.experts.gate_up_proj", "deepseek-v4": "layers.0.ffn.experts.0.w1"}.get(container, Q)
+
+
+def errors(found: list[Finding]) -> list[Finding]:
+    return [each for each in found if each.severity == "error"]
+
+
+def checked(container: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], **options: Any) -> list[Finding]:
+    scales = options.pop("scales", {})
+    return errors(findings(container, tensors, scales, options.pop("config", config(container)), **options))
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_sound_checkpoint_has_no_errors(container: str) -> None:
+    tensors = {**layer(container, name_of(container)), "model.norm.weight": ("BF16", (64,)), "a.bias": ("F32", (4,))}
+    assert checked(container, tensors) == []
+
+
+@pytest.mark.parametrize("container", [each for each in CONTAINERS if each not in ("gpt-oss", "bf16")])
+def test_a_stack_of_experts(container: str) -> None:
+    tensors = layer(container, name_of(container), (4,))
+    assert checked(container, tensors) == []
+    for name, (dtype, shape) in tensors.items():
+        if not name.endswith((".weight", ".weight_packed")):
+            assert checked(container, {**tensors, name: (dtype, (3, *shape[1:]))}), name
+
+
+@pytest.mark.parametrize("container", [each for each in CONTAINERS if each != "bf16"])
+def test_every_tensor_counts(container: str) -> None:
+    """One that is missing, of another dtype, of another shape."""
+    tensors = layer(container, name_of(container))
+    for name, (dtype, shape) in tensors.items():
+        part = name.removeprefix(name_of(container))[1:]
+        missing = {other: tensor for other, tensor in tensors.items() if other != name}
+        assert any(each.text.startswith(f"{part} is missing; ") for each in checked(container, missing))
+        other_dtype = checked(container, {**tensors, name: ("F16", shape)})
+        assert f"{part} is F16; {dtype} is needed" in [each.text for each in other_dtype]
+        wrong = (shape[0] + 1, *shape[1:]) if shape else (2,)
+        found = checked(container, {**tensors, name: (dtype, wrong)})
+        assert found and all("has shape" in each.text for each in found), name
+
+
+@pytest.mark.parametrize("container", [each for each in CONTAINERS if each not in ("bf16", "gpt-oss")])
+@pytest.mark.parametrize("shape", [(96,), (), (1, 2, 3, 4)])
+def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
+    tensors = layer(container, name_of(container))
+    weight = next(iter(tensors))
+    (first, *_) = checked(container, {**tensors, weight: (tensors[weight][0], shape)})
+    assert first.text.endswith(f"has rank {len(shape)}; no engine holds such a layer")
+
+
+def test_k_that_is_not_whole_blocks() -> None:
+    tensors: Tensors = {f"{Q}.weight": ("F8_E4M3", (96, 80)), f"{Q}.weight_scale": ("U8", (96, 3))}
+    (found,) = checked(MXFP8, tensors)
+    assert str(found) == f"vLLM 0.33.0: {Q}: K = 80 is not a multiple of 32"
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("container", [W4A16, CT_NVFP4])
+def test_scalars_of_either_shape(container: str, shape: tuple[int, ...]) -> None:
+    tensors = layer(container, Q)
+    name = next(name for name in tensors if name.endswith(("_2", "_global_scale")))
+    assert not checked(container, {**tensors, name: ("F32", shape)})
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix", "text"),
+    [
+        (Q, ".weight_scale", 'weight_scale is missing; loading raises "was never loaded"'),
+        (Q, ".input_scale", "input_scale is missing; the engine reads what its memory held"),
+        (EXPERT, ".weight_scale", "weight_scale is missing; the engine reads uninitialised memory in its place"),
+        (EXPERT, ".input_scale", "input_scale is missing; the engine reads uninitialised memory in its place"),
+    ],
+)
+def test_what_vllm_does_about_a_missing_tensor(name: str, suffix: str, text: str) -> None:
+    tensors = layer(NVFP4, name)
+    del tensors[name + suffix]
+    vllm, sglang = checked(NVFP4, tensors)
+    assert (vllm.engine, vllm.subject, vllm.text) == ("vLLM", name, text)
+    assert (sglang.engine, sglang.text) == ("SGLang", f"{suffix[1:]} is missing; the layer cannot be decoded")
+
+
+@pytest.mark.parametrize(
+    ("container", "suffix"),
+    [(MXFP8, "weight_scale_inv"), ("sglang-mxfp8", "weight_scale"), (W4A16, "weight_global_scale"), (CT_MXFP4, "weight"),
+     ("bf16", "weight_scale")],
+)  # fmt: skip
+def test_names_of_other_containers(container: str, suffix: str) -> None:
+    tensors = {**layer(container, Q), f"{Q}.{suffix}": ("U8", (96, 2))}
+    assert any(f"{suffix}: has no place in {container}" in each.text for each in checked(container, tensors))
+
+
+def test_packed_weights_in_an_unquantized_checkpoint() -> None:
+    assert [each.text for each in checked("bf16", {f"{Q}.weight": ("F8_E4M3", (96, 64))})] == ["weight: has no place in bf16"] * 3
+
+
+def test_fp8_layers_beside_packed_experts() -> None:
+    wq = "layers.0.attn.wq_a"
+    tensors: Tensors = {f"{wq}.weight": ("F8_E4M3", (200, 256)), f"{wq}.scale": ("F8_E8M0", (2, 2))}
+    assert not checked("deepseek-v4", tensors)
+    (first, *_) = checked("deepseek-v4", {**tensors, f"{wq}.scale": ("F8_E8M0", (1, 2))})
+    assert first.text == "scale has shape [1, 2]; [2, 2] is needed"
+
+
+def test_static_inputs_need_their_scale() -> None:
+    """Inputs that are not wholly dynamic have a global scale in compressed-tensors NVFP4."""
+    tensors = layer(CT_NVFP4, Q)
+    inputs = {"num_bits": 4, "dynamic": "local"}
+    found = checked(CT_NVFP4, tensors, config={"quantization_config": ct_config(CT_NVFP4, inputs)})
+    assert {each.engine for each in found} == {"vLLM", "SGLang", "transformers"}
+    assert all(each.text.startswith("input_global_scale is missing") for each in found)
+    whole = {**tensors, f"{Q}.input_global_scale": ("F32", (1,))}
+    assert not checked(CT_NVFP4, whole, config={"quantization_config": ct_config(CT_NVFP4, inputs)})
+    for unneeded in ({"dynamic": True}, None, {}):
+        assert not checked(CT_NVFP4, tensors, config={"quantization_config": ct_config(CT_NVFP4, unneeded)})
+
+
+# Tensor scales.
+
+
+def pair(container: str, parent: str, leaves: tuple[str, ...]) -> Tensors:
+    return {name: tensor for leaf in leaves for name, tensor in layer(container, f"{parent}.{leaf}").items()}
+
+
+@pytest.mark.parametrize(
+    ("container", "parent", "stored", "text"),
+    [
+        (W4A16, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0},
+         "weight_scale_2 differs; the largest is used for all, so values are off: gate_proj by 2; fp4kit reconcile repairs it"),
+        (W4A16, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0},
+         "weight_scale_2 differs; that of gate_proj is used for all, so values are off: up_proj by 0.5; "
+         "fp4kit reconcile repairs it"),
+        (W4A16, "a.experts.0", {"w1": 4.0, "w3": 1.0},
+         "weight_scale_2 differs; that of w1 is used for all, so values are off: w3 by 4; fp4kit reconcile repairs it"),
+        (W4A16, "a.self_attn", {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0},
+         "weight_scale_2 differs; the largest is used for all, so values are off: q_proj by 4, k_proj by 4; "
+         "fp4kit reconcile repairs it"),
+        (W4A16, "a.self_attn", {"q_a_proj": 1.0, "kv_a_proj_with_mqa": 2.0},
+         "weight_scale_2 differs; the largest is used for all, so values are off: q_a_proj by 2; fp4kit reconcile repairs it"),
+        (CT_NVFP4, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0},  # divisors: scales 1 and 0.5; 0.5 is used for both
+         "weight_global_scale differs; the largest divisor, which is the smallest scale, is used for all, so values are off: "
+         "gate_proj by 0.5; fp4kit reconcile repairs it"),
+        (CT_NVFP4, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0},
+         "weight_global_scale differs; that of gate_proj is used for all, so values are off: up_proj by 2; "
+         "fp4kit reconcile repairs it"),
+    ],
+)  # fmt: skip
+def test_tensor_scales_of_a_fused_layer(container: str, parent: str, stored: dict[str, float], text: str) -> None:
+    suffix = "weight_scale_2" if container == W4A16 else "weight_global_scale"
+    scales = {f"{parent}.{leaf}.{suffix}": value for leaf, value in stored.items()}
+    (found,) = checked(container, pair(container, parent, tuple(stored)), scales=scales)
+    assert (found.engine, found.subject, found.text) == ("vLLM", f"{parent}.({'|'.join(stored)})", text)
+    same = dict.fromkeys(scales, 1.5)
+    assert not checked(container, pair(container, parent, tuple(stored)), scales=same)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, -0.0])
+def test_tensor_scales_that_are_no_scales(value: float) -> None:
+    found = checked(W4A16, layer(W4A16, Q), scales={f"{Q}.weight_scale_2": value})
+    assert [each.text for each in found] == [f"weight_scale_2 is {value}; a positive finite number is needed"] * 2
+    both = {f"a.mlp.{leaf}.weight_scale_2": number for leaf, number in (("gate_proj", value), ("up_proj", 1.0))}
+    assert len(checked(W4A16, pair(W4A16, "a.mlp", ("gate_proj", "up_proj")), scales=both)) == 2  # no ratio of it
+
+
+@pytest.mark.parametrize(("value", "subnormal"), [(2.0**-126, False), (2.0**-126 * (1 - 2.0**-23), True), (2.0**-149, True)])
+def test_a_subnormal_tensor_scale_is_at_risk(value: float, subnormal: bool) -> None:
+    found = findings(W4A16, layer(W4A16, Q), {f"{Q}.weight_scale_2": value}, config(W4A16))
+    assert not errors(found)
+    assert any("a subnormal: engines that flush take it for 0" in each.text for each in found) is subnormal
+
+
+# Configurations.
+
+
+def changed(container: str, **entries: object) -> dict[str, Any]:
+    base = config(container)
+    return {**base, "quantization_config": {**base.get("quantization_config", {}), **entries}}
+
+
+CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    (W4A16, {}, "quantization_config.quant_method is ''; 'modelopt' is needed"),
+    (W4A16, changed(W4A16, quant_method="fp8"), "quantization_config.quant_method is 'fp8'; 'modelopt' is needed"),
+    (W4A16, changed(W4A16, quant_algo="NVFP4"), "quantization_config.quant_algo is 'NVFP4'; the tensors are 'W4A16_NVFP4'"),
+    (W4A16, changed(W4A16, group_size=32), "quantization_config.group_size is 32; the tensors have 16"),
+    (MXFP8, changed(MXFP8, quant_algo=None), "quantization_config.quant_algo is None; the tensors are 'MXFP8'"),
+    (CT_NVFP4, changed(CT_NVFP4, format="pack-quantized"),
+     "quantization_config.format is 'pack-quantized'; the tensors are 'nvfp4-pack-quantized'"),
+    (CT_NVFP4, changed(CT_NVFP4, config_groups={}), "quantization_config has no config_groups; no layer would be quantized"),
+    (CT_NVFP4, changed(CT_NVFP4, config_groups=[1]), "quantization_config has no config_groups; no layer would be quantized"),
+    (CT_NVFP4, changed(CT_NVFP4, config_groups=ct_config(CT_MXFP4)["config_groups"]),
+     "weights of config_groups: strategy is 'group' ('tensor_group'), group_size is 32 (16): no scheme for what the tensors are "
+     "(in brackets)"),
+    (CT_MXFP8, changed(CT_MXFP8, config_groups={"a": {"weights": None}}),
+     "weights of config_groups: strategy is None ('group'), num_bits is None (8), group_size is None (32), "
+     "type is None ('float'), symmetric is None (True): no scheme for what the tensors are (in brackets)"),
+    ("sglang-mxfp8", changed("sglang-mxfp8", quant_method="fp8"), "quantization_config.quant_method is 'fp8'; 'mxfp8' is needed"),
+    ("gpt-oss", {**config("gpt-oss"), "model_type": "qwen3_moe"},
+     "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone"),
+    ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
+    ("deepseek-v4", changed("deepseek-v4", quant_method="mxfp4"), "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("container", "given", "text"), CONFIGS)
+def test_faults_of_config_json(container: str, given: dict[str, Any], text: str) -> None:
+    found = checked(container, layer(container, name_of(container)), config=given)
+    assert text in [each.text for each in found]
+    assert {each.subject for each in found} == {"config.json"}
+
+
+def test_sglang_minds_the_case_of_quant_algo() -> None:
+    (found,) = checked(W4A16, layer(W4A16, Q), config=changed(W4A16, quant_algo="w4a16_nvfp4"))
+    assert found.engine == "SGLang"
+
+
+def test_an_absent_expert_dtype_is_fp4() -> None:
+    given = {key: value for key, value in config("deepseek-v4").items() if key != "expert_dtype"}
+    assert not checked("deepseek-v4", layer("deepseek-v4", name_of("deepseek-v4")), config=given)
+
+
+def nested(**entries: object) -> dict[str, Any]:
+    quantization = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": [], **entries}
+    return {"quantization": {key: value for key, value in quantization.items() if value != "absent"}}
+
+
+@pytest.mark.parametrize(
+    ("container", "hf", "missing"),
+    [
+        (NVFP4, nested(group_size="absent"), "group_size"),
+        (NVFP4, nested(kv_cache_quant_algo="absent", exclude_modules="absent"), "kv_cache_quant_algo, exclude_modules"),
+        (NVFP4, {}, "kv_cache_quant_algo, exclude_modules, group_size"),
+        (NVFP4, {"quantization": []}, "kv_cache_quant_algo, exclude_modules, group_size"),
+        (MXFP8, nested(quant_algo="MXFP8", group_size="absent", exclude_modules="absent"), "exclude_modules"),
+    ],
+)
+def test_keys_of_hf_quant_config(container: str, hf: dict[str, Any], missing: str) -> None:
+    (found,) = checked(container, layer(container, Q), hf_quant_config=hf)
+    assert (found.subject, found.text) == ("hf_quant_config.json", f"quantization lacks {missing}; loading fails without")
+
+
+def warnings(container: str, given: dict[str, Any], hf: dict[str, Any] | None, tensors: Tensors | None = None) -> list[str]:
+    found = findings(container, tensors or layer(container, Q), {}, given, hf)
+    return [each.text for each in found if each.severity == "warning" and each.subject != "model"]
+
+
+def test_two_files_that_disagree() -> None:
+    assert not warnings(NVFP4, config(NVFP4), nested())
+    assert warnings(NVFP4, config(NVFP4), nested(exclude_modules=["a"], quant_algo="FP8")) == [
+        "quantization.quant_algo differs from quant_algo of config.json; which of the two counts depends on the engine",
+        "quantization.exclude_modules differs from ignore of config.json; which of the two counts depends on the engine",
+    ]
+
+
+def test_a_file_of_another_format() -> None:
+    assert warnings(CT_MXFP4, config(CT_MXFP4), nested()) == [
+        "is left over from another format; compressed-tensors checkpoints have none"
+    ]
+
+
+def test_nvfp4_that_is_taken_for_w4a16() -> None:
+    groups = {"group_0": {"weights": {"num_bits": 4}, "input_activations": None}}
+    (text,) = warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
+    assert "NVFP4 is taken for W4A16_NVFP4" in text
+    groups["group_0"]["input_activations"] = {"num_bits": 4}
+    assert not warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_an_fp8_kv_cache_without_scales(in_config: bool) -> None:
+    given = changed(NVFP4, kv_cache_scheme={"num_bits": 8, "type": "float"}) if in_config else config(NVFP4)
+    hf = None if in_config else nested(kv_cache_quant_algo="FP8")
+    assert warnings(NVFP4, given, hf) == ["an FP8 KV cache is declared, but no k_scale or v_scale is stored"]
+    stored: Tensors = {**layer(NVFP4, Q), "model.layers.0.self_attn.k_proj.k_scale": ("F32", ())}
+    assert not warnings(NVFP4, given, hf, stored)
+
+
+# Engines that cannot use a sound checkpoint.
+
+
+def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, str]:
+    tensors = {name: tensor for each in names for name, tensor in layer(container, each).items()}
+    found = findings(container, tensors, {}, {**config(container), **model})
+    return {each.engine: each.text for each in found if each.subject == "model"}
+
+
+def test_traps_are_warnings_of_the_engine_that_meets_them() -> None:
+    moe = {"num_experts": 4}
+    assert traps(CT_NVFP4, [EXPERT], moe)["transformers"].startswith("wrong values: it decodes experts without")
+    assert "transformers" not in traps(CT_NVFP4, [Q], moe)  # no experts are quantized
+    assert traps(CT_MXFP4, [Q, EXPERT], moe)["SGLang"].startswith("fails: it has MXFP4 for experts only")
+    assert "SGLang" not in traps(CT_MXFP4, [EXPERT], moe)
+    assert "SGLang" in traps(CT_MXFP4, [Q], {})
+    assert traps("sglang-mxfp8", [Q], {"model_type": "llama"})["SGLang"].startswith("wrong values: the loader of Llama renames")
+    assert set(traps(MXFP8, [Q], {})) == {"SGLang", "transformers"}
+    assert set(traps(MXFP4, [Q], {})) == {"vLLM", "SGLang", "transformers"}
+
+
+def test_unknown_container() -> None:
+    with pytest.raises(ValueError, match=rf"^findings: container 'awq'; one of {re.escape(W4A16)}, .* is needed$"):
+        findings("awq", {}, {}, {})
+
+
+def test_quantized_layers() -> None:
+    tensors: Tensors = {
+        "a.weight": ("BF16", (2, 2)), "b.weight": ("U8", (2, 2)), "c.weight": ("F8_E4M3", (2,)), "d.weight_scale": ("U8", (1,)),
+        "e.experts.down_proj_blocks": ("U8", (1, 1, 1, 16)), "f.k_scale": ("F32", ()), "weight": ("U8", (2, 2)),
+        "g.weight.weight": ("I8", (2, 2)),
+    }  # fmt: skip
+    assert quantized_layers(tensors) == {
+        "b": {".weight": ("U8", (2, 2))},
+        "d": {".weight_scale": ("U8", (1,))},
+        "e.experts.down_proj": {"_blocks": ("U8", (1, 1, 1, 16))},
+        "g.weight": {".weight": ("I8", (2, 2))},
+    }

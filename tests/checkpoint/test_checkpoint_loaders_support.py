@@ -1,0 +1,194 @@
+"""The table of engines, containers and families: what is stated, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from fp4kit.checkpoint.loaders import containers, engines, runs, support
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, container
+
+STATED = [
+    ("modelopt W4A16_NVFP4", "dense", "vLLM", "loads"),
+    ("modelopt NVFP4", "deepseek_v3", "SGLang", "loads"),
+    ("modelopt NVFP4", "llama", "transformers", "fails"),
+    ("modelopt MXFP8", "moe", "vLLM", "loads"),
+    ("modelopt MXFP8", "dense", "SGLang", "fails"),
+    ("modelopt MXFP8", "llama", "SGLang", "wrong values"),
+    ("modelopt MXFP8", "dense", "transformers", "wrong values"),
+    *(("modelopt mxfp4", family, engine, "fails") for family in support.FAMILIES for engine in engines.SERVING),
+    ("modelopt mxfp4", "dense", "Model-Optimizer", "loads"),
+    ("compressed-tensors nvfp4-pack-quantized", "dense", "transformers", "loads"),
+    ("compressed-tensors nvfp4-pack-quantized", "moe", "transformers", "wrong values"),
+    ("compressed-tensors nvfp4-pack-quantized", "deepseek_v3", "transformers", "wrong values"),
+    ("compressed-tensors nvfp4-pack-quantized", "deepseek_v3", "vLLM", "loads"),
+    ("compressed-tensors mxfp4-pack-quantized", "dense", "SGLang", "fails"),
+    ("compressed-tensors mxfp4-pack-quantized", "moe", "transformers", "loads"),
+    ("compressed-tensors mxfp8-quantized", "llama", "vLLM", "loads"),
+    ("compressed-tensors mxfp8-quantized", "moe", "transformers", "fails"),
+    ("sglang-mxfp8", "dense", "SGLang", "loads"),
+    ("sglang-mxfp8", "llama", "SGLang", "wrong values"),
+    ("sglang-mxfp8", "llama", "transformers", "loads"),
+    ("sglang-mxfp8", "dense", "vLLM", "fails"),
+    ("gpt-oss", "gpt_oss", "vLLM", "loads"),
+    ("gpt-oss", "gpt_oss", "transformers", "loads"),
+    ("deepseek-v4", "deepseek_v4", "vLLM", "loads"),
+    ("deepseek-v4", "deepseek_v4", "transformers", "loads"),
+    ("deepseek-v4", "deepseek_v4", "SGLang", "unknown"),
+    ("modelopt NVFP4", "gpt_oss", "vLLM", "unknown"),
+    ("modelopt NVFP4", "gpt_oss", "SGLang", "unknown"),
+]
+
+
+@pytest.mark.parametrize(("container_id", "family", "engine", "status"), STATED)
+def test_what_is_stated(container_id: str, family: str, engine: str, status: str) -> None:
+    assert support.cell(container_id, family, engine).status == status
+
+
+def test_only_unknown_cells_lack_a_source() -> None:
+    for known, families, engine, status, how, note in runs.RUNS:
+        assert set(known) <= set(CONTAINERS) and engine in engines.VERSIONS, (known, engine)
+        assert families == "all" or set(families.split()) <= set(support.FAMILIES), families
+        assert (how == "") == (status == "unknown"), (known, families)
+        assert note or status in ("loads", "unknown"), (known, families, engine)
+
+
+def test_gpt_oss_and_deepseek_v4_load_from_their_own_containers_alone() -> None:
+    for family, own in (("gpt_oss", "gpt-oss"), ("deepseek_v4", "deepseek-v4")):
+        quantized = [each for each in CONTAINERS.values() if each.kind]
+        assert [each.id for each in quantized if support.engines_for(each.id, family)] == [own]
+        others = [other for other in support.FAMILIES if other != family]
+        assert not any(support.engines_for(own, other) for other in others)
+
+
+BEST = {
+    "nvfp4": {"dense": "compressed-tensors", "llama": "compressed-tensors", "moe": "modelopt", "deepseek_v3": "modelopt",
+              "vlm": "modelopt", "gpt_oss": None, "deepseek_v4": None},
+    "mxfp4": {"dense": "compressed-tensors", "llama": "compressed-tensors", "moe": "compressed-tensors",
+              "deepseek_v3": "compressed-tensors", "vlm": "compressed-tensors", "gpt_oss": "gpt-oss",
+              "deepseek_v4": "deepseek-v4"},
+    "mxfp8": {"dense": "sglang-mxfp8", "llama": "compressed-tensors", "moe": "sglang-mxfp8", "deepseek_v3": "sglang-mxfp8",
+              "vlm": "sglang-mxfp8", "gpt_oss": None, "deepseek_v4": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_best_format(kind: str) -> None:
+    assert {family: support.best_format(kind, family) for family in support.FAMILIES} == BEST[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", support.FAMILIES)
+def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
+    counts = {}
+    for used in FORMATS[:-1]:
+        if target := container(used, kind):
+            counts[used] = len(support.engines_for(target.id, family))
+    best = support.best_format(kind, family)
+    assert max(counts.values()) == (counts[best] if best else 0)
+
+
+@pytest.mark.parametrize("used", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", support.FAMILIES)
+def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: str, family: str) -> None:
+    text = support.refusal(used, kind, family)
+    target = container(used, kind)
+    loads = target is not None and (target.kind is None or bool(support.engines_for(target.id, family)))
+    assert (text is None) == loads
+    if text is not None:
+        way = re.search(r"use (?:an (\w+) recipe and )?--format ([\w-]+)", text)
+        assert way and support.refusal(way[2], way[1] or kind, family) is None
+
+
+def test_texts_of_refusals() -> None:
+    assert support.refusal("modelopt", "mxfp4", "dense") == (
+        "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt method knows no "
+        "MXFP4; SGLang 0.5.23: its modelopt method knows no MXFP4; transformers 5.23.0: it has no modelopt quantizer: packed "
+        "weights do not fit); use --format compressed-tensors (vLLM 0.33.0, transformers 5.23.0)"
+    )
+    assert support.refusal("gpt-oss", "nvfp4", "moe") == (
+        "--format gpt-oss holds mxfp4 only, no nvfp4; use --format modelopt (vLLM 0.33.0, SGLang 0.5.23)"
+    )
+    assert (support.refusal("modelopt", "mxfp8", "gpt_oss") or "").endswith(
+        "use an mxfp4 recipe and --format gpt-oss (vLLM 0.33.0, SGLang 0.5.23, transformers 5.23.0)"
+    )
+
+
+def test_known_traps() -> None:
+    traps = dict(support.known_traps("compressed-tensors nvfp4-pack-quantized", "moe"))
+    assert traps["transformers"].status == "wrong values" and "global scale" in traps["transformers"].note
+    assert "2 float32 ulp" in traps["vLLM"].note
+    assert "scales of 0" in dict(support.known_traps("modelopt MXFP8", "llama"))["SGLang"].note
+    assert not support.known_traps("modelopt NVFP4", "gpt_oss")  # nothing is known
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        ({"model_type": "qwen3"}, "dense"),
+        ({}, "dense"),
+        ({"model_type": "llama"}, "llama"),
+        ({"architectures": ["LlamaForCausalLM"]}, "llama"),
+        ({"model_type": "qwen3_moe", "num_experts": 4}, "moe"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "moe"),
+        ({"model_type": "qwen3", "num_experts": 0}, "dense"),
+        ({"model_type": "qwen3", "num_experts": None}, "dense"),
+        ({"model_type": "gpt_oss", "num_local_experts": 4}, "gpt_oss"),
+        ({"architectures": ["GptOssForCausalLM"]}, "gpt_oss"),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 4}, "deepseek_v3"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "deepseek_v3"),
+        ({"model_type": "deepseek_v4"}, "deepseek_v4"),
+        ({"architectures": ["DeepseekV4ForCausalLM"]}, "deepseek_v4"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 4}}, "vlm"),
+        ({"vision_config": {}}, "vlm"),
+        ({"architectures": [1, None]}, "dense"),
+        ({"architectures": "LlamaForCausalLM"}, "dense"),
+        ({"architectures": 5, "model_type": ["llama"], "text_config": "x"}, "dense"),
+    ],
+)
+def test_family_of(config: dict[str, object], family: str) -> None:
+    assert support.family_of(config) == family
+
+
+def test_the_table_of_the_documentation() -> None:
+    text = support.markdown()
+    head, rule, *rest = text.splitlines()
+    rows, notes = rest[: rest.index("")], rest[rest.index("") + 1 :]
+    assert head == (
+        "| container | models | vLLM 0.33.0 | SGLang 0.5.23 | transformers 5.23.0 | compressed-tensors 0.20.0 | "
+        "Model-Optimizer 0.47.0 |"
+    )
+    assert {line.count("|") for line in [head, rule, *rows]} == {8}
+    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == set(CONTAINERS)
+    assert [int(note.split(".")[0]) for note in notes] == list(range(1, len(notes) + 1))
+    used = {int(number) for row in rows for number in re.findall(r"\[(\d+)\]", row)}
+    assert used == set(range(1, len(notes) + 1))
+    for row in rows:
+        container_id, families, *cells = row.strip("| ").split(" | ")
+        for family in families.split(", "):
+            for engine, shown in zip(engines.VERSIONS, cells, strict=True):
+                status = support.cell(container_id, family, engine).status
+                assert shown.startswith("?" if status == "unknown" else status)
+
+
+@pytest.mark.parametrize("call", [lambda: support.cell("x", "dense", "vLLM"), lambda: support.engines_for("bf16", "x")])
+def test_unknown_keys(call: object) -> None:
+    with pytest.raises(ValueError, match=r"^cell: no container '.*', family '.*' or engine '.*'$"):
+        call()  # type: ignore[operator]
+
+
+def test_container() -> None:
+    assert container("modelopt", "nvfp4") is CONTAINERS["modelopt W4A16_NVFP4"]
+    assert container("modelopt", "nvfp4", input_scale=True) is CONTAINERS["modelopt NVFP4"]
+    assert container("compressed-tensors", "mxfp8") is CONTAINERS["compressed-tensors mxfp8-quantized"]
+    assert {container("bf16", kind) for kind in KINDS} == {CONTAINERS["bf16"]}
+    assert container("gpt-oss", "nvfp4") is None and container("sglang-mxfp8", "mxfp4") is None
+    with pytest.raises(ValueError, match=r"^container: format 'mlx'; one of modelopt, compressed-tensors, .* is needed$"):
+        container("mlx", "nvfp4")
+    with pytest.raises(ValueError, match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8 is needed$"):
+        container("modelopt", "int4")
+    with pytest.raises(ValueError, match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8 is needed$"):
+        support.best_format("int4", "dense")
+    assert {each.format for each in CONTAINERS.values()} == set(FORMATS) == set(containers.FORMATS)

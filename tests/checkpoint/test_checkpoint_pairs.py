@@ -1,0 +1,108 @@
+"""identify of two directories: the recipe of every converted model, and mishaps that were done to its files."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint import synthetic
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.layouts import swizzle_scales
+
+MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
+RECIPES = [("nvfp4-te", "modelopt"), ("nvfp4-modelopt", "compressed-tensors"), ("nvfp4-compressed-tensors", "compressed-tensors"),
+           ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "modelopt")]  # fmt: skip
+
+
+def rewrite(root, change):
+    """Write the files again; change(name, dtype, shape, bytes) -> (dtype, shape, bytes), or None to drop a tensor."""
+    for path in root.glob("*.safetensors"):
+        data = path.read_bytes()
+        length = int.from_bytes(data[:8], "little")
+        header, body, out, at = json.loads(data[8 : 8 + length]), data[8 + length :], {}, 0
+        blobs = []
+        for name, info in header.items():
+            if name == "__metadata__":
+                out[name] = info
+                continue
+            a, b = info["data_offsets"]
+            found = change(name, info["dtype"], info["shape"], body[a:b])
+            if found is not None:
+                dtype, shape, raw = found
+                out[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(raw)]}
+                at += len(raw)
+                blobs.append(raw)
+        text = json.dumps(out).encode()
+        text += b" " * (-len(text) % 8)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+    index = root / "model.safetensors.index.json"
+    index.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("recipe", "form"), RECIPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_conversion_is_recognised(tmp_path, name, recipe, form):
+    MODELS[name](tmp_path / "in")
+    report = convert(tmp_path / "in", tmp_path / "out", recipe, format=form)
+    done = []
+    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "in", done.append)
+    assert recipe in verdict.recipes and verdict.mishap is None and verdict.exceptions == ()
+    assert len(verdict.layers) == report.actions["quantize"] and sum(done) > 0
+
+
+def swapped(name, dtype, shape, raw):
+    if not name.endswith(("weight_packed", ".weight")) or dtype != "U8":
+        return dtype, shape, raw
+    codes = np.frombuffer(raw, np.uint8)
+    return dtype, shape, (codes << 4 | codes >> 4).tobytes()
+
+
+def without_tensor_scale(name, dtype, shape, raw):
+    return None if name.endswith(("weight_scale_2", "weight_global_scale")) else (dtype, shape, raw)
+
+
+def inverted(name, dtype, shape, raw):
+    if not name.endswith(("weight_scale_2", "weight_global_scale")):
+        return dtype, shape, raw
+    return dtype, shape, (np.float32(1) / np.frombuffer(raw, np.float32)).tobytes()
+
+
+def swizzled(name, dtype, shape, raw):
+    if not name.endswith("weight_scale"):
+        return dtype, shape, raw
+    found = swizzle_scales(np.frombuffer(raw, np.uint8).reshape(shape), "swizzled_128x4")
+    return dtype, list(found.shape), found.tobytes()
+
+
+MISHAPS = {"nibble": swapped, "tensor scale": inverted, "tensor scale is missing": without_tensor_scale, "swizzled": swizzled}
+
+
+@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("words", MISHAPS)
+def test_what_was_done_to_files_is_named(tmp_path, words, form):
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "nvfp4-modelopt", format=form)
+    rewrite(tmp_path / "out", MISHAPS[words])
+    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "in")
+    assert "nvfp4-modelopt" in verdict.recipes and words in (verdict.mishap or ""), str(verdict)
+
+
+def test_another_source_explains_nothing(tmp_path):
+    tensors = synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out")
+    other = {name: synthetic.random(f"other {name}", x.shape) if x.ndim == 2 else x for name, x in tensors.items()}
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    synthetic.write_model(tmp_path / "else", config, other)
+    verdict = identify_checkpoint(tmp_path / "out", tmp_path / "else")
+    assert verdict.recipes == () and "nothing explains" in verdict.sentence
+
+
+def test_errors(tmp_path):
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out")
+    with synthetic.refused("no layer of it is quantized"):
+        identify_checkpoint(tmp_path / "in", tmp_path / "in")
+    synthetic.bert(tmp_path / "bert")
+    with synthetic.refused("give its own source"):
+        identify_checkpoint(tmp_path / "out", tmp_path / "bert")

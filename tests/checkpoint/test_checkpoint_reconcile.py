@@ -1,0 +1,127 @@
+"""reconcile: parts of a fused layer get one tensor scale; what it costs is what decoding says; all else keeps its bytes."""
+
+import json
+
+import numpy as np
+import pytest
+from checkpoint import synthetic
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.files import open_source
+from fp4kit.checkpoint.manifest import differences
+from fp4kit.checkpoint.reconcile import reconcile
+from fp4kit.checkpoint.weights import Readers, located, slabs, values_of, weights_of
+from fp4kit.formats import E4M3
+
+FORMATS = ("modelopt", "compressed-tensors")
+SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scale"}
+
+
+def rewrite(root, change):
+    """Change tensors in place: change(name, bytes) -> bytes of the same size."""
+    for path in root.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8 : 8 + length]).items():
+            if name != "__metadata__":
+                a, b = (8 + length + offset for offset in info["data_offsets"])
+                data[a:b] = change(name, bytes(data[a:b]))
+        path.write_bytes(data)
+
+
+def scaled(form, factors):
+    """A change that multiplies tensor scales, as they decode, of layers whose names end in the keys of factors."""
+
+    def change(name, data):
+        for leaf, factor in factors.items():
+            if name.endswith(f"{leaf}.{SCALE[form]}"):
+                number = np.frombuffer(data, np.float32)
+                return (number * np.float32(factor) if form == "modelopt" else number / np.float32(factor)).tobytes()
+        return data
+
+    return change
+
+
+def decoded(root):
+    model = open_source(root)
+    with Readers() as readers:
+        return {w.name: np.concatenate([values_of(w, slab) for slab in slabs(readers, w)])
+                for w in weights_of(model.tensors, model.config).values() if w.container is not None}  # fmt: skip
+
+
+def raw(root):
+    model = open_source(root)
+    with Readers() as readers:
+        return {name: readers.bytes(located(*place)).tobytes() for name, place in model.tensors.items()}
+
+
+@pytest.fixture(params=FORMATS)
+def quantized(request, tmp_path):
+    synthetic.moe(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", format=request.param)
+    return request.param, tmp_path / "q"
+
+
+def test_what_agrees_is_left_alone(quantized, tmp_path):
+    _, root = quantized
+    found = reconcile(root, tmp_path / "out")
+    assert found.groups == 7 and found.repairs == () and found.destination is None and not (tmp_path / "out").exists()
+
+
+def test_a_power_of_two_is_exact(quantized, tmp_path):
+    form, root = quantized
+    rewrite(root, scaled(form, {"up_proj": 0.25, "k_proj": 0.5}))
+    before = decoded(root)
+    found = reconcile(root, tmp_path / "out")
+    after = decoded(tmp_path / "out")
+    exact = [r for r in found.repairs if np.isinf(r.sqnr_db)]
+    assert len(exact) > len(found.repairs) // 2 and reconcile(tmp_path / "out", None).repairs == ()
+    for repair in exact:
+        assert repair.underflow == 0 and np.array_equal(before[repair.name], after[repair.name])
+    assert differences(tmp_path / "out") == []
+
+
+def test_what_it_costs_is_reported(quantized, tmp_path):
+    form, root = quantized
+    rewrite(root, scaled(form, {"up_proj": 0.3, "v_proj": 0.011}))
+    before, old = decoded(root), raw(root)
+    found = reconcile(root, tmp_path / "out")
+    after, new = decoded(tmp_path / "out"), raw(tmp_path / "out")
+    assert {r.name.rpartition(".")[2] for r in found.repairs} >= {"up_proj", "v_proj"}
+    for repair in found.repairs:
+        a, b = before[repair.name].astype(np.float64), after[repair.name].astype(np.float64)
+        noise, signal = np.sum((a - b) ** 2), np.sum(a**2)
+        wanted = np.inf if noise == 0 else 10 * np.log10(signal / noise)
+        assert repair.sqnr_db == pytest.approx(wanted, rel=1e-9) and repair.before < repair.after
+        codes = np.frombuffer(old[f"{repair.name}.weight_scale"], np.uint8)
+        ratio = np.float32(repair.before) / np.float32(repair.after)
+        scales = E4M3.encode(E4M3.values[codes] * ratio)
+        assert scales.tobytes() == new[f"{repair.name}.weight_scale"]
+        assert repair.changed == np.count_nonzero(scales != codes)
+        assert repair.underflow == np.count_nonzero((scales == 0) & (codes != 0))
+    touched = {f"{r.name}.{SCALE[form]}" for r in found.repairs} | {f"{r.name}.weight_scale" for r in found.repairs if r.changed}
+    assert {name for name in old if old[name] != new[name]} == touched
+    assert [name for name in ("config.json", "hf_quant_config.json") if (root / name).exists()
+            and (root / name).read_bytes() != (tmp_path / "out" / name).read_bytes()] == []  # fmt: skip
+
+
+def test_only_a_report(quantized):
+    form, root = quantized
+    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    before = sorted(path.name for path in root.parent.iterdir())
+    assert len(reconcile(root, None).repairs) > 3
+    assert sorted(path.name for path in root.parent.iterdir()) == before
+
+
+def test_refusals(quantized, tmp_path):
+    form, root = quantized
+    convert(tmp_path / "in", tmp_path / "mx", "mxfp8-te", format="modelopt")
+    with synthetic.refused("no layer of it has a tensor scale"):
+        reconcile(tmp_path / "mx", None)
+    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    with synthetic.refused("exists"):
+        reconcile(root, tmp_path / "in")
+    rewrite(root, scaled(form, {"up_proj": np.nan}))
+    with synthetic.refused("is not a positive normal float32"):
+        reconcile(root, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,216 @@
+"""Real signals: no traceback, an exit code that is documented, a last word that is true."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from processes import CODES, MKDIR, RENAME, START, WORDS, Run, command, content, ended, environment, events, signalled
+
+from fp4kit import startup
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    synthetic.bert(folder / "m")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def moments(model: Path) -> list[str]:
+    """The events of one conversion; its result is what every whole result must equal."""
+    return events(model, "convert", model / "m", model / "whole")
+
+
+def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, after: tuple[str, str] = START) -> str:
+    """Convert with a signal at one moment; return what became of the destination."""
+    out = folder / "out"
+    run = signalled(folder, last, number, "convert", model / "m", out, after=after)
+    assert "Traceback" not in run.err and "ignored" not in run.err, run.err
+    left = [path.name for path in folder.iterdir() if path.name.startswith((".out", "out"))]
+    if run.code == 0:  # the command was over
+        assert left == ["out"] and "wrote" in run.out and run.err == ""
+        state = "over"
+    elif run.code == -number:  # the system's own way, while Python starts
+        assert left == [] and run.err == "" and number != signal.SIGINT
+        state = "start"
+    elif run.err == "fp4kit: interrupted while it started; nothing was written\n":
+        assert left == [] and run.code == 130
+        state = "start"
+    elif run.err == f"fp4kit convert: {WORDS[number]}; {out} is complete\n":
+        assert left == ["out"] and run.code == CODES[number]
+        state = "complete"
+    else:
+        words = (f"fp4kit convert: {WORDS[number]}; nothing was written as {out}\n", f"fp4kit: {WORDS[number]}\n")
+        assert run.err in words and left == [] and run.code == CODES[number]
+        state = "nothing"
+    if "out" in left:
+        assert content(out) == content(model / "whole")
+    return state
+
+
+PHASES = (  # the signal comes before the event of the audit takes place
+    ("import", START, 1, "start"),
+    ("parse", ("import", "locale"), 1, "start"),
+    ("mkdir", MKDIR, 1, "nothing"),
+    ("claim", MKDIR, 2, "nothing"),
+    ("write", MKDIR, 4, "nothing"),
+    ("rename", RENAME, 1, "nothing"),
+    ("sync", RENAME, 2, "complete"),
+)
+
+
+@pytest.mark.parametrize(("after", "last", "state"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES])
+@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+def test_signal_in_each_phase(
+    model: Path, moments: list[str], tmp_path: Path, number: signal.Signals, after: tuple[str, str], last: int, state: str
+) -> None:
+    assert check_moment(model, tmp_path, last, number, after) == state
+
+
+def spread(moments: list[str], count: int) -> list[int]:
+    """Moments evenly among the events of the start, and of the work."""
+    work = next(i for i, event in enumerate(moments) if event.startswith("os.mkdir ")) - 40
+    start, rest = np.linspace(1, work, count // 4, dtype=int), np.linspace(work, len(moments), count - count // 4, dtype=int)
+    return [int(last) for last in (*start, *rest)]
+
+
+def test_signals_at_many_moments(model: Path, moments: list[str], tmp_path: Path) -> None:
+    signals = list(CODES)
+    for i, last in enumerate(spread(moments, 18)):
+        (tmp_path / str(i)).mkdir()
+        check_moment(model, tmp_path / str(i), last, signals[i % 3])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path: Path, number: signal.Signals) -> None:
+    found = set()
+    for i, last in enumerate(spread(moments, 160)):
+        (tmp_path / str(i)).mkdir()
+        found.add(check_moment(model, tmp_path / str(i), last, number))
+    assert {"start", "nothing", "complete"} <= found
+
+
+def test_a_signal_that_the_parent_ignores_is_ignored(model: Path, moments: list[str], tmp_path: Path) -> None:
+    """As nohup does it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert check_moment(model, tmp_path, 1, signal.SIGHUP, MKDIR) == "over"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+DRIVER = """
+import os, signal, sys, time
+from fp4kit import startup
+from fp4kit.cli import convert, guard, main
+startup.COMMAND = True
+{code}
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def driven(code: str, *arguments: object) -> Run:
+    """Run the command in a process that does ``code`` first."""
+    words = [sys.executable, "-c", DRIVER.format(code=code), *map(str, arguments)]
+    process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
+    return Run(process.returncode, process.stdout, process.stderr)
+
+
+def test_a_signal_in_a_destructor_is_not_lost(model: Path, tmp_path: Path) -> None:
+    code = """
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+execute = convert.execute
+def replaced(*arguments):
+    Late()
+    return execute(*arguments)
+convert.execute = replaced
+"""
+    run = driven(code, "convert", model / "m", tmp_path / "out")
+    assert (run.code, run.err) == (130, f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}\n")
+
+
+def test_a_second_signal_breaks_off_the_cleaning_up_and_says_what_is_left(model: Path, tmp_path: Path) -> None:
+    code = """
+import shutil
+rmtree = shutil.rmtree
+def slow(*arguments, **options):
+    time.sleep(0.7)  # beyond what is taken for the same signal
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+shutil.rmtree = slow
+from fp4kit.checkpoint import staging
+staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.kill(os.getpid(), signal.SIGINT), time.sleep(5))
+"""
+    run = driven(code, "convert", model / "m", tmp_path / "out")
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.partial-")
+    assert (run.code, run.err) == (
+        130,
+        f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}; {left} is left, "
+        f"fp4kit convert --remove-stale {tmp_path / 'out'} removes it\n",
+    )
+    run = ended(command("convert", "--remove-stale", tmp_path / "out"))
+    assert run.code == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_forked_worker_dies_of_the_signal_in_silence(model: Path, tmp_path: Path) -> None:
+    code = """
+def forked(*arguments):
+    child = os.fork()
+    if not child:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    raise ValueError(f"the worker ended by {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}")
+convert.execute = forked
+"""
+    assert driven(code, "convert", model / "m", tmp_path / "out") == (2, "", "fp4kit convert: the worker ended by -15\n")
+
+
+def test_a_broken_pipe_elsewhere_is_an_error(model: Path, tmp_path: Path) -> None:
+    code = """
+def broken(*arguments):
+    raise BrokenPipeError(32, "Broken pipe")
+convert.execute = broken
+"""
+    run = driven(code, "convert", model / "m", tmp_path / "out")
+    assert (run.code, run.err) == (2, "fp4kit convert: [Errno 32] Broken pipe\n")
+
+
+def test_a_defect_is_no_difference(model: Path) -> None:
+    """Exit code 1 would say that something differs."""
+    code = """
+from fp4kit.cli import inspect
+inspect._print = lambda *arguments: 1 / 0
+"""
+    run = driven(code, "inspect", model / "m")
+    assert run.code == 2 and "Traceback" in run.err
+    assert run.err.endswith("fp4kit inspect: a defect of fp4kit, please report it: ZeroDivisionError: division by zero\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "original", "expected"),
+    [
+        (["-m"], ["python", "-m", "fp4kit", "inspect"], True),
+        (["-m"], ["python", "-X", "dev", "-mfp4kit"], True),
+        (["/venv/bin/fp4kit"], ["/venv/bin/python", "/venv/bin/fp4kit", "inspect"], True),
+        (["-m"], ["python", "-m", "pytest"], False),
+        (["/venv/bin/fp4kit"], ["python", "-c", "from multiprocessing.spawn import spawn_main"], False),
+        (["train.py", "fp4kit"], ["python", "train.py", "fp4kit"], False),
+        ([], [], False),
+    ],
+)  # fmt: skip
+def test_what_is_the_command(argv: list[str], original: list[str], expected: bool) -> None:
+    assert startup.is_command(argv, original) is expected
+
+

@@ -1,0 +1,119 @@
+"""Readers that go away, full disks, closed streams, terminals of 60 columns."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from processes import ROOT, command, content, ended, environment, on_terminal
+
+from fp4kit.checkpoint import convert
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and what it converts to."""
+    folder = tmp_path_factory.mktemp("streams")
+    synthetic.bert(folder / "m")
+    convert(folder / "m", folder / "whole")
+    return folder
+
+
+def large(folder: Path) -> Path:
+    """A file whose listing is longer than a pipe holds."""
+    synthetic.write_file(folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)})
+    return folder / "large.safetensors"
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 70000])
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_a_reader_that_goes_away(tmp_path: Path, size: int, options: list[str]) -> None:
+    process = command("inspect", large(tmp_path), *options, text=False)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(size)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["formats"], ["recipes", "--json"]], ids=" ".join)
+def test_a_pipe_that_was_closed_before(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = ended(command(*arguments, stdout=writer))
+    os.close(writer)
+    assert (run.code, run.err) == (141, "")
+
+
+def test_a_conversion_without_a_reader_is_complete(model: Path, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = ended(command("convert", model / "m", tmp_path / "out", stdout=writer))
+    os.close(writer)
+    assert (run.code, run.err) == (141, f"fp4kit convert: standard output was closed; {tmp_path / 'out'} is complete\n")
+    assert content(tmp_path / "out") == content(model / "whole")
+
+
+def test_a_full_disk_behind_stdout(model: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        run = ended(command("convert", model / "m", tmp_path / "out", stdout=full))
+        message = f"fp4kit convert: standard output: No space left on device; {tmp_path / 'out'} is complete\n"
+        assert (run.code, run.err) == (2, message)
+        run = ended(command("--help", stdout=full))
+        assert (run.code, run.err) == (2, "fp4kit: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>&-"])
+def test_streams_that_were_closed_before(model: Path, tmp_path: Path, closed: str) -> None:
+    """As if they were /dev/null: no file of the result takes their place."""
+    script = f'exec "{sys.executable}" -m fp4kit convert "{model / "m"}" "{tmp_path / "out"}" {closed}'
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert content(tmp_path / "out") == content(model / "whole")
+
+
+def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
+    """Every line fits, every name is whole, and progress leaves an empty line."""
+    synthetic.moe(tmp_path / "m")
+    code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert code == 0
+    drawn = re.findall(r"\rconverting \d+%  [\d.]+ \w+ of [\d.]+ \w+[^\r]*", text)
+    assert drawn and all(len(line) <= 60 for line in drawn)
+    lines = text.replace("\r\n", "\n").rpartition("\r")[2].splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 60  # a path is not broken
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in lines
+    code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "new"), "--dry-run", "--quiet")
+    assert (code, text) == (0, "")
+
+
+def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
+    """Ctrl-C goes to the process from the terminal, and the terminal is left as it was: no cursor hidden, no colour."""
+    x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
+    synthetic.write_model(tmp_path / "m", {}, x)
+    child, terminal = pty.fork()
+    if not child:
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "fp4kit", "convert", str(tmp_path / "m"), str(tmp_path / "out")])
+    written = b""
+    while b"converting" not in written:
+        written += os.read(terminal, 65536)
+    os.write(terminal, b"\x03")
+    while True:
+        try:
+            written += os.read(terminal, 65536)
+        except OSError:
+            break
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    os.close(terminal)
+    assert b"\x1b" not in written and b"Traceback" not in written
+    assert written.rpartition(b"\r ")[2].strip().endswith(f"interrupted; nothing was written as {tmp_path / 'out'}".encode())
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+

@@ -1,0 +1,159 @@
+"""convert_tensors: the bytes of the converter, for tensors in memory, of NumPy and PyTorch, in any order, under names of either house."""
+
+import time
+
+import numpy as np
+import pytest
+
+from checkpoint import synthetic
+from fp4kit.checkpoint import CheckpointError, Rules, Wishes, convert, convert_tensors
+from fp4kit.checkpoint.files import open_source
+from fp4kit.checkpoint.weights import Readers, located
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+
+MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
+PAIRS = [("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors"),
+         ("mxfp8-te", "modelopt")]  # fmt: skip
+
+
+def stored(root):
+    """Name -> bytes of every tensor of a checkpoint, and name -> array of those of a float dtype."""
+    model = open_source(root)
+    raw, arrays = {}, {}
+    with Readers() as readers:
+        for name, (file, entry) in model.tensors.items():
+            raw[name] = readers.bytes(located(file, entry))
+            arrays[name] = raw[name].view(NUMPY_DTYPES.get(entry.dtype, np.dtype("i8"))).reshape(entry.shape)
+    return model, raw, arrays
+
+
+def as_bytes(array):
+    if not isinstance(array, np.ndarray):
+        import torch
+
+        array = array.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def in_torch(array):
+    torch = pytest.importorskip("torch")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("i2").copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def check(got, wanted):
+    assert sorted(got) == sorted(wanted)
+    different = [name for name in wanted if not np.array_equal(as_bytes(got[name]), wanted[name])]
+    assert different == []
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize(("recipe", "form"), PAIRS)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
+    MODELS[name](tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", recipe, format=form)
+    model, _, arrays = stored(tmp_path / "in")
+    wanted = stored(tmp_path / "out")[1]
+    give = in_torch if library == "torch" else lambda a: a
+    order = list(arrays)
+    np.random.default_rng(7).shuffle(order)  # a trainer's order is its own
+    found = convert_tensors(((key, give(arrays[key])) for key in order), Rules.of(recipe, config=model.config, format=form))
+    got = {}
+    for key, array in found:
+        assert key not in got
+        got[key] = array
+    check(got, wanted)
+
+
+def test_groups_come_as_soon_as_they_are_whole():
+    """Of a whole model, one group of a kind is in memory at a time."""
+    rules, seen = Rules.of("nvfp4-te"), []
+
+    def tensors():
+        for layer in range(3):
+            for leaf in ("gate_proj", "up_proj", "down_proj"):
+                seen.append((layer, leaf))
+                yield f"model.layers.{layer}.mlp.{leaf}.weight", np.ones((32, 32), np.float32)
+
+    for name, _ in convert_tensors(tensors(), rules):
+        layer, leaf = int(name.split(".")[2]), name.split(".")[4]
+        assert seen[-1] == (layer, "up_proj" if leaf == "gate_proj" else leaf)
+
+
+def test_shared_scales_and_what_waits_to_the_end():
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((16, 32), dtype=np.float32) * s for s in (1, 2, 3))
+    named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n, w in (("q", q), ("k", k))]
+    rules = Rules.of("nvfp4-modelopt", format="modelopt")  # whose tensor scale is amax / 2688, rounded once
+    two = dict(convert_tensors(named, rules))
+    three = dict(convert_tensors([*named, ("model.layers.0.self_attn.v_proj.weight", v)], rules))
+    scale = "model.layers.0.self_attn.q_proj.weight_scale_2"
+    assert two[scale] == np.float32(np.abs(k).max() / 2688) and three[scale] == np.float32(np.abs(v).max() / 2688)
+    assert two[scale].shape == () and three[scale.replace("q_proj", "v_proj")] == three[scale]
+
+
+CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_names_of_megatron():
+    rng = np.random.default_rng(5)
+    size, groups, each = 8, 2, 2
+    q, k, v = (rng.standard_normal((heads * size, 32), dtype=np.float32) for heads in (groups * each, groups, groups))
+    gate, up, down = (rng.standard_normal(shape, dtype=np.float32) for shape in ((48, 32), (48, 32), (32, 48)))
+    fused = np.concatenate([np.concatenate([q[i * each * size : (i + 1) * each * size], k[i * size : (i + 1) * size],
+                                            v[i * size : (i + 1) * size]]) for i in range(groups)])  # fmt: skip
+    prefix = "module.module.decoder.layers.1."
+    megatron = [(f"{prefix}self_attention.linear_qkv.weight", fused), (f"{prefix}mlp.linear_fc1.weight", np.concatenate([gate, up])),
+                (f"{prefix}mlp.linear_fc2.weight", down), ("module.module.output_layer.weight", gate),
+                (f"{prefix}self_attention.linear_qkv.layer_norm_weight", q[0]), (f"{prefix}mlp.linear_fc1._extra_state", None)]  # fmt: skip
+    plain = [(f"model.layers.1.{n}.weight", w) for n, w in (("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", v),
+             ("mlp.gate_proj", gate), ("mlp.up_proj", up), ("mlp.down_proj", down), ("input_layernorm", q[0]))]  # fmt: skip
+    rules = Rules.of("nvfp4-te", config=CONFIG, format="modelopt")
+    wanted = dict(convert_tensors([*plain, ("lm_head.weight", gate)], rules))
+    got = dict(convert_tensors(megatron, rules))
+    check(got, {name: as_bytes(array) for name, array in wanted.items()})
+    assert got["lm_head.weight"] is gate
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "text"),
+    [
+        ({"decoder.layers.0.self_attention.linear_qkv.weight": (64, 32)}, {}, "rules.config needs num_attention_heads"),
+        ({"decoder.layers.0.self_attention.linear_qkv.weight": (66, 32)}, CONFIG, "66 rows are not 2 groups of 4 heads"),
+        ({"decoder.layers.0.self_attention.linear_strange.weight": (64, 32)}, CONFIG, "linear_strange"),
+        ({"model.layers.0.mlp.gate_proj.weight": (64, 32)}, CONFIG, "there is no up_proj beside it"),
+    ],
+)
+def test_errors(tensors, config, text):
+    with synthetic.refused(text):
+        list(convert_tensors([(n, np.ones(s, np.float32)) for n, s in tensors.items()], Rules.of("nvfp4-te", config=config)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nonfinite(bad):
+    w = np.ones((32, 32), np.float32)
+    w[3, 4] = bad
+    with synthetic.refused("o_proj: holds NaN or infinity"):
+        list(convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4-ocp")))
+
+
+def test_rules_that_cannot_be():
+    with synthetic.refused("format bf16"):
+        Rules.of("nvfp4-te", format="bf16")
+    with synthetic.refused("--format gpt-oss holds mxfp4 only"):
+        Rules.of("nvfp4-te", format="gpt-oss", config={"model_type": "gpt_oss"})
+    with pytest.raises(CheckpointError):
+        Rules.of("nvfp4-te", wishes=Wishes(preset="everything"))
+
+
+def test_100000_names_take_less_than_a_second():
+    names = [f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.{leaf}_proj.weight" for i in range(33_334) for leaf in ("gate", "up", "down")]
+    rules, best = Rules.of("nvfp4-te", config={"num_hidden_layers": 40}), np.inf
+    for _ in range(3):
+        start = time.process_time()
+        found = rules.decisions((name, "BF16", (64, 64)) for each in names for name in rules.names(each))
+        best = min(best, time.process_time() - start)
+    assert len(found) == len(names) and all(decision.converted for decision in found.values())
+    assert best < 1, f"{best:.2f} s"

@@ -1,0 +1,146 @@
+"""Tables that fit, names shortened in the middle, one JSON document, a line of progress."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+
+from fp4kit.cli import progress, render
+from fp4kit.cli.output import Output
+
+COLUMNS = ("tensor", "dtype", "#bytes")
+ROWS = [(f"model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "BF16", str(10**i)) for i in range(2) for e in (0, 127)]
+
+
+def test_a_pipe_gets_what_the_cells_need() -> None:
+    assert render.table(COLUMNS, ROWS[:2]) == [
+        "tensor                                           dtype  bytes",
+        "model.layers.0.mlp.experts.0.gate_proj.weight    BF16       1",
+        "model.layers.0.mlp.experts.127.gate_proj.weight  BF16       1",
+    ]
+
+
+def test_a_narrow_terminal_gets_shorter_names() -> None:
+    assert render.table(COLUMNS, ROWS[:2], 56) == [
+        "tensor                                      dtype  bytes",
+        "model.layers.0.m…xperts.0.gate_proj.weight  BF16       1",
+        "model.layers.0.m…erts.127.gate_proj.weight  BF16       1",
+    ]
+
+
+def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
+    """At 40 columns the name has 26, too few to tell the experts apart."""
+    rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
+    assert render.table(COLUMNS, rows, 44) == [
+        "tensor", "  dtype  bytes",
+        "aaaaaaaaaaaaaaaaaaaa0bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
+        "aaaaaaaaaaaaaaaaaaaa1bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
+        "aaaaaaaaaaaaaaaaaaaa2bbbbbbbbbbbbbbbbbbbb", "  BF16       1",
+    ]  # fmt: skip
+
+
+def test_cells_that_do_not_fit_are_wrapped_with_their_titles() -> None:
+    rows = [("lm_head.weight", "BF16", "shares its tensor amax with others"), ("norm.weight", "", "1-D")]
+    assert render.table(("tensor", "dtype", "reason"), rows, 30) == [
+        "lm_head.weight",
+        "  dtype BF16, reason shares",
+        "  its tensor amax with others",
+        "norm.weight",
+        "  reason 1-D",
+    ]
+
+
+def drawn_rows(generator: random.Random) -> list[tuple[str, ...]]:
+    letters = "ab.·層…😀e\u0301_ "
+    columns = generator.randint(1, 5)
+
+    def cell() -> str:
+        return "".join(generator.choices(letters, k=generator.choice((0, 1, 5, 30, 90)))).strip()
+
+    return [tuple(cell() for _ in range(columns)) for _ in range(generator.randint(1, 6))]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_drawn_tables_fit(seed: int) -> None:
+    """Whatever the cells, wide characters among them: no line is wider than asked for, none ends in a space, none is empty."""
+    generator = random.Random(seed)
+    rows = drawn_rows(generator)
+    columns = tuple(generator.choice(("", "#")) + f"title {i}" for i in range(len(rows[0])))
+    for width, ellipsis in itertools.product((20, 40, 60, 100), ("…", "...")):
+        lines = render.table(columns, rows, width, ellipsis)
+        assert all(cell_len(line) <= width and line == line.rstrip() for line in lines)
+    whole = render.table(columns, rows)
+    assert len(whole) == len(rows) + 1
+    assert all(cell in line for row, line in zip(rows, whole[1:], strict=True) for cell in row)
+    assert render.table(columns, rows, 10_000) == whole
+
+
+@pytest.mark.parametrize("width", range(1, 60))
+def test_shortened(width: int) -> None:
+    name = "model.layers.12.mlp.experts.127.gate_proj.weight"
+    text = render.shortened(name, width)
+    assert len(text) == min(width, len(name))
+    head, _, tail = text.partition("…")
+    assert text == name if width >= len(name) else (name.startswith(head) and name.endswith(tail) and len(tail) >= len(head))
+    assert cell_len(render.shortened("層" * 40, width)) <= width
+    assert cell_len(render.shortened(name, width, "...")) <= width
+
+
+def test_wrapped() -> None:
+    assert render.wrapped("one two three", 8, "  ") == ["one two", "  three"]
+    assert render.wrapped("a/path/that/is/long and more", 10, "  ") == ["a/path/that/is/long", "  and more"]
+    assert render.wrapped("one two three", None) == ["one two three"]
+
+
+def test_the_document() -> None:
+    body = {"path": Path("a/b"), "sqnr": [np.inf, -np.inf, np.nan, np.float32(1.5)], "shape": (np.int64(2), 3), "no": None}
+    text = render.document("compare/1", {**body, "name": "\x1b[2J层\udcff"})
+    found = json.loads(text)
+    assert next(iter(found)) == "schema" and found["schema"] == "fp4kit.compare/1"
+    assert found["sqnr"] == ["Infinity", "-Infinity", "NaN", 1.5] and [float(x) for x in found["sqnr"][:2]] == [np.inf, -np.inf]
+    assert (found["path"], found["shape"], found["no"], found["name"]) == ("a/b", [2, 3], None, "\x1b[2J层\udcff")
+    assert text.isascii() and "\x1b" not in text and text.endswith("}\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (3599, "59:59 min"), (3600, "1:00 h"), (90000, "25:00 h"),
+        (3e6, "34 days"),
+    ],
+)  # fmt: skip
+def test_duration(seconds: float, text: str) -> None:
+    assert render.duration(seconds) == text
+
+
+def test_what_the_meter_says() -> None:
+    meter = progress.Meter("converting", 10**10, 0.0)
+    assert meter.text(0.0) == "converting 0%  0 bytes of 10.0 GB"
+    meter.add(37 * 10**8)
+    assert meter.text(3.0) == "converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left"
+    assert meter.text(20.0) == "converting 37%  3.7 GB of 10.0 GB", "nothing came for longer than the window"
+    meter.add(63 * 10**8)
+    assert meter.text(21.0) == "converting 100%  10.0 GB of 10.0 GB  6.3 GB/s  0 s left"
+    assert progress.Meter("comparing", 0, 0.0).text(1.0) == "comparing 100%  0 bytes of 0 bytes"
+
+
+def test_options_decide_what_goes_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, out, err in (
+        ({}, "line\nname\na\n", "fp4kit x: note\n"),
+        ({"json": True}, '{\n  "schema": "fp4kit.x/1"\n}\n', "fp4kit x: note\n"),
+        ({"quiet": True}, "", ""),
+        ({"json": True, "quiet": True}, '{\n  "schema": "fp4kit.x/1"\n}\n', ""),
+    ):
+        output = Output("x", **options)  # type: ignore[arg-type]
+        output.line("line")
+        output.table(("name",), [("a",)])
+        output.table(("name",), [])
+        output.document("x/1", {})
+        output.note("note")
+        assert capsys.readouterr() == (out, err)
