@@ -82,7 +82,7 @@ def _issues(report: VerifyReport) -> str:
         return ""
     rows = "".join(
         f'<tr><td class="{issue.severity}">{issue.severity}</td><td class="text">{_text(issue.loader or "-")}</td>'
-        f'<td class="text">{_text(listed(subjects))}</td><td class="text">{_text(issue.text)}</td></tr>\n'
+        f'<td class="text">{_text(listed(subjects))}</td><td class="text">{_text(issue.sentence)}</td></tr>\n'
         for issue, subjects in grouped(report.issues)
     )
     heads = "".join(f'<th class="text">{name}</th>' for name in ("severity", "loader", "subject", "what"))
@@ -237,7 +237,7 @@ def _table(report: VerifyReport) -> str:
 
 
 def _row(layer: LayerReport) -> str:
-    found, made = layer.tally, layer.codes[1] + layer.scales[1] + layer.others[1]
+    found = layer.tally
     cells = [
         _number(found.sqnr_db, _decibels(found.sqnr_db)),
         _number(_share(found.saturated, found.compared) if found.compared else None),
@@ -246,7 +246,7 @@ def _row(layer: LayerReport) -> str:
         _number(found.flushed_blocks if found.compared else None),
         _number(found.subnormal_scales),
         _number(layer.tensor_scale),
-        _number(layer.differing if made else None),
+        _number(layer.differing if layer.compared else None),
     ]
     shape = "×".join(map(str, layer.shape))
     size = math.prod(layer.shape)

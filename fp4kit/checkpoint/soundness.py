@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
-from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.loaders import exclusions, required
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.matchers import READERS
+from fp4kit.checkpoint.request import is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Wishes, decide
 from fp4kit.checkpoint.statistics import Tally
@@ -21,12 +22,21 @@ from fp4kit.checkpoint.weights import Weight
 
 @dataclass(frozen=True)
 class Issue:
-    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip, or ""."""
+    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip, or "".
+
+    count: how often, of what the text names; 0 where that says nothing.
+    """
 
     severity: str
     subject: str
     text: str
     loader: str = ""
+    count: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """The text, with the count."""
+        return f"{self.text}: {self.count}" if self.count else self.text
 
 
 def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
@@ -37,13 +47,13 @@ def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
 
 
 _FACTS = (
-    ("nan_codes", "error", "{} codes are NaN"),
-    ("nan_scales", "error", "{} block scales are NaN or infinite: their blocks decode to that"),
-    ("negative_scales", "error", "{} block scales are negative: their blocks decode with the wrong sign"),
-    ("zero_scales", "warning", "{} block scales are zero over codes that are not: those values are lost"),
-    ("nonfinite", "warning", "{} values of the source are NaN or infinite"),
-    ("flushed_blocks", "warning", "{} blocks are zeros, but are not in the source: their scales underflow"),
-)  # fmt: skip
+    ("nan_codes", "error", "codes that are NaN"),
+    ("nan_scales", "error", "block scales that are NaN or infinite"),
+    ("negative_scales", "error", "block scales that are negative, so that signs are wrong"),
+    ("zero_scales", "warning", "block scales that are zero over codes that are not, which are lost"),
+    ("nonfinite", "warning", "values of the source that are NaN or infinite"),
+    ("flushed_blocks", "warning", "blocks of zeros that are not zeros in the source: their scales underflow"),
+)
 
 
 def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
@@ -51,7 +61,7 @@ def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)
         if count:
-            yield Issue(severity, name, text.format(count))
+            yield Issue(severity, name, text, count=count)
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
@@ -59,7 +69,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     form, config = _form(model.layers.values()), model.config or {}
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     if name not in required.REQUIRED:
-        return [Issue("warning", "model", f"{name}: of this form of checkpoint no loader is known here")]
+        return [Issue("warning", "model", f"what loaders require of {name} is not known here")]
     tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
     found = required.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
     return [_issue(one) for one in (*found, *_exclusions(model, name, form))]
@@ -78,6 +88,8 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have it."""
+    if is_deepseek_v4(config) and form.kind == DEEPSEEK_V4_NVFP4.kind:
+        return DEEPSEEK_V4_NVFP4.name
     declared = config.get("quantization_config")
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
     if algo in ("NVFP4", "W4A16_NVFP4"):
@@ -116,8 +128,10 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
-    """Return issues that say the same once, with all of their subjects."""
+    """Return issues that say the same once, their counts added up, with all of their subjects."""
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)
-    return [(alike[0], [issue.subject for issue in alike]) for alike in found.values()]
+    return [
+        (replace(alike[0], count=sum(issue.count for issue in alike)), [issue.subject for issue in alike]) for alike in found.values()
+    ]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint import reencode
+from fp4kit.checkpoint import jobs, reencode
 from fp4kit.checkpoint.convert import Options
 from fp4kit.checkpoint.execution import executor_of, run_all
 from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source, existing_file, open_source
@@ -51,6 +51,17 @@ class LayerReport:
         """Bytes that differ."""
         return self.codes[0] + self.scales[0] + self.others[0]
 
+    @property
+    def compared(self) -> int:
+        """Bytes that were made anew."""
+        return self.codes[1] + self.scales[1] + self.others[1]
+
+    def as_data(self) -> dict[str, Any]:
+        """The layer in the types of JSON."""
+        parts = {"codes": self.codes, "scales": self.scales, "others": self.others}
+        counts = {name: {"differing": differing, "compared": compared} for name, (differing, compared) in parts.items()}
+        return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
+
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -86,9 +97,11 @@ class VerifyReport:
 
     def as_data(self) -> dict[str, Any]:
         """The report in the types of JSON, but for infinities and paths."""
-        layers = [{**asdict(layer), "differing": layer.differing, "sqnr_db": layer.tally.sqnr_db} for layer in self.layers]
+        layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
-        return {**asdict(self), "clean": self.clean, "errors": self.errors, "total": whole, "layers": layers}
+        changed = [{"name": name, "bytes": count} for name, count in self.changed]
+        more = {"clean": self.clean, "errors": self.errors, "total": whole, "layers": layers, "changed": changed}
+        return {**asdict(self), **more}
 
 
 @dataclass(frozen=True)
@@ -135,11 +148,11 @@ def prepare(
     model = _opened(Path(destination))
     scales = _tensor_scales(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
-    if source is None:
-        checks = tuple(reencode.checks_of(model.layers.values(), {}, Settings()))
-        return Verification(model.path, None, Settings(), checks, (), tuple(issues))
-    original = open_source(Path(source))
     settings, said = _settings(model, recipe, options or Options())
+    if source is None:
+        checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
+        return Verification(model.path, None, settings, checks, (), (*issues, *said))
+    original = open_source(Path(source))
     beside = _Beside(model, original, settings)
     found = (*issues, *said, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
@@ -173,10 +186,9 @@ def _settings(model: Checkpoint, wanted: str | Recipe | None, options: Options) 
             found = from_data(said)
         except (ValueError, TypeError) as error:
             issues.append(Issue("warning", "config.json", f"its recipe is not known here: {error}"))
-    scale, nonfinite = request.get("input_scale"), request.get("nonfinite")
-    scale = float(scale) if isinstance(scale, (int, float)) else None
-    devices = tuple(options.devices) or (None,)
-    return Settings(found, scale, "saturate" if nonfinite == "saturate" else "keep", devices), issues
+    scale = request.get("input_scale")
+    nonfinite = "saturate" if request.get("nonfinite") == "saturate" else "keep"
+    return Settings(found, scale if isinstance(scale, float) else None, nonfinite, tuple(options.devices) or (None,)), issues
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
@@ -260,7 +272,7 @@ def _report(
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]
     issues += [issue for layer in layers for issue in _differing(layer, prepared.settings.recipe)]
-    issues += [Issue("error", name, f"was copied, but {count} bytes differ from the source") for name, count in changed]
+    issues += [Issue("error", name, "bytes of a copied tensor that differ from the source", count=n) for name, n in changed]
     return VerifyReport(
         prepared.root, prepared.source, prepared.settings.recipe.id if prepared.settings.recipe else None,
         tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
@@ -286,11 +298,13 @@ def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:
     )  # fmt: skip
 
 
-def _differing(layer: LayerReport, used: Recipe | None) -> list[Issue]:
-    """What differs from the layer as it is made anew."""
-    if not layer.differing:
-        return []
-    parts = {"codes": layer.codes, "scales": layer.scales, "tensor scale, input scale or numbers": layer.others}
-    text = ", ".join(f"{different} of {compared} bytes of {name}" for name, (different, compared) in parts.items() if different)
-    by = f" by {used.id}" if used is not None and layer.action not in ("rename", "dequantize") else ""
-    return [Issue("error", layer.name, f"differs from the source made anew{by}: {text}")]
+def _differing(layer: LayerReport, used: Recipe | None) -> Iterator[Issue]:
+    """Yield what differs from the layer as it is made anew."""
+    made = f"what {used.id} makes of the source" if used is not None and layer.action not in _AS_THEY_ARE else "the source"
+    parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or numbers": layer.others}
+    for name, (different, _) in parts.items():
+        if different:
+            yield Issue("error", layer.name, f"bytes of {name} that differ from {made}", count=different)
+
+
+_AS_THEY_ARE = (jobs.RENAME, jobs.DEQUANTIZE)
