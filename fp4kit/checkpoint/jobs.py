@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +29,16 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
 PIECE = 4 << 20  # bytes of a copied tensor that are in memory at a time
 TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
 Tick = Callable[[int], None]  # called with bytes that were read
+
+
+class Sink(Protocol):
+    """What takes the bytes of a job."""
+
+    def has(self, part: str) -> bool:
+        """Whether a part is wanted."""
+
+    def put(self, part: str, array: Any) -> None:
+        """Take the next bytes of a part."""
 
 
 def action_of(have: Container | None, form: Container | None) -> str:
@@ -164,32 +174,37 @@ def join_group(found: list[Measured]) -> Measured:
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
     with Readers(tick) as readers, _Output(job.targets) as output:
-        if isinstance(job.source, Located):
-            _copy(job.source, readers, output)
-            return Done(job.key, output.finish(), job.action)
-        action, replaced = job.action, 0
-        as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
-        if action == DEQUANTIZE:
-            replaced = _dequantize(job, readers, output, None if as_it_is else shared)
-        elif action == RENAME:
-            renamed.write(job, readers, output)
-        elif action == CARRY and shared is not None and as_it_is and shared.exact:
-            carried.write(job, readers, output)
-        elif action == CAST and shared is not None and as_it_is and cast.is_exact(shared.low, shared.high):
-            cast.write(job, readers, output, shared.high)
-        else:
-            action = REQUANTIZE if action != QUANTIZE else action
-            assert shared is not None
-            replaced = encoded.write(job, readers, output, np.float32(shared.amax))
+        action, replaced = produce(job, shared, readers, output)
         return Done(job.key, output.finish(), action, replaced)
 
 
-def _copy(source: Located, readers: Readers, output: _Output) -> None:
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> tuple[str, int]:
+    """Make the bytes of a job and put them into output; returns the action as it was, and how many NaN and inf were replaced."""
+    action, replaced = job.action, 0
+    as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
+    if isinstance(job.source, Located):
+        _copy(job.source, readers, output)
+    elif action == DEQUANTIZE:
+        replaced = _dequantize(job, readers, output, None if as_it_is else shared)
+    elif action == RENAME:
+        renamed.write(job, readers, output)
+    elif action == CARRY and shared is not None and as_it_is and shared.exact:
+        carried.write(job, readers, output)
+    elif action == CAST and shared is not None and as_it_is and cast.is_exact(shared.low, shared.high):
+        cast.write(job, readers, output, shared.high)
+    else:
+        action = REQUANTIZE if action != QUANTIZE else action
+        assert shared is not None
+        replaced = encoded.write(job, readers, output, np.float32(shared.amax))
+    return action, replaced
+
+
+def _copy(source: Located, readers: Readers, output: Sink) -> None:
     for start in range(0, source.entry.nbytes, PIECE):
         output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
 
 
-def _dequantize(job: Job, readers: Readers, output: _Output, shared: Measured | None) -> int:
+def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
     """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time.
 
     shared: what they hold, where NaN and infinities are replaced; returns how many were.

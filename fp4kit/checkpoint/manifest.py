@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path, PurePath
 from typing import Any
 
+from fp4kit.checkpoint.execution import run_all
 from fp4kit.checkpoint.files import contained
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import load_object
@@ -69,15 +71,18 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def differences(folder: Path) -> list[str] | None:
-    """What is not as the manifest says, a sentence each; None without a manifest."""
+def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
+    """What is not as the manifest says, a sentence each; None without a manifest. executor: hashes file by file."""
     found = load_manifest(folder)
     if found is None:
         return None
-    present, lines = set(names_in(folder)), []
-    for name, facts in found["files"].items():
-        if name not in present:
-            lines.append(f"{shown(name)}: is missing")
-        elif file_digest(folder / name) != facts["sha256"]:
-            lines.append(f"{shown(name)}: has other bytes than were written")
-    return lines + [f"{shown(name)}: was not written by the conversion" for name in sorted(present - set(found["files"]))]
+    present, files = set(names_in(folder)), found["files"]
+    digests = dict(run_all(executor, _digest_of, [(folder, name) for name in files if name in present]))
+    wrong = [f"{shown(name)}: has other bytes than were written" for name in digests if digests[name] != files[name]["sha256"]]
+    missing = [f"{shown(name)}: is missing" for name in files if name not in present]
+    strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
+    return [*sorted(missing + wrong), *sorted(strange)]
+
+
+def _digest_of(folder: Path, name: str) -> tuple[str, str]:
+    return name, file_digest(folder / name)

@@ -1,4 +1,4 @@
-"""The command line: fp4kit recipes | formats | convert | inspect | compare | identify | reconcile | selftest | fuzz."""
+"""The command line: fp4kit recipes | formats | convert | inspect | compare | verify | identify | reconcile | selftest | fuzz."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from fp4kit import __version__, startup
-from fp4kit.cli import compare, convert, fuzz, guard, identify, inspect, recipes, reconcile, selftest
+from fp4kit.cli import compare, convert, fuzz, guard, identify, inspect, recipes, reconcile, selftest, verify
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import SHELLS, Parser, PrintCompletion, UsageError
 
@@ -47,6 +47,6 @@ def parser() -> Parser:
         "--print-completion", action=PrintCompletion, choices=SHELLS, help="print what completes the command in a shell"
     )
     commands = result.add_subparsers(dest="command", metavar="COMMAND")
-    for group in (recipes, convert, inspect, compare, identify, reconcile, selftest, fuzz):
+    for group in (recipes, convert, inspect, compare, verify, identify, reconcile, selftest, fuzz):
         group.register(commands)
     return result

@@ -75,11 +75,21 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--remove-stale", action="store_true", help="first remove what an interrupted run left; with DST alone, do only that"
     )
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes on this machine (default: %(default)s)")
-    group.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
-    group.add_argument(
+    add_workers(group)
+
+
+def add_workers(parser: Any) -> None:
+    """Add the options that say where the work is done."""
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes on this machine (default: %(default)s)")
+    parser.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
+    parser.add_argument(
         "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"
     )
+
+
+def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
+    """The CUDA devices that --device names."""
+    return tuple(device for device in args.device if device is not None)
 
 
 def _device(text: str) -> int | None:
@@ -105,9 +115,8 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         out.document("convert.plan/1", _plan_body(plan, destination))
         _print_plan(out, plan)
         return 0
-    devices = tuple(device for device in args.device if device is not None)
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
-        report = execute(plan, destination, Options(args.workers, executor, devices, args.resume, tick))
+        report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick))
     out.document("convert/1", _report_body(report))
     _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)

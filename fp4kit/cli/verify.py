@@ -1,0 +1,95 @@
+"""The command verify: what is wrong with a checkpoint, as a table, as JSON and as a page of HTML."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint.convert import Options
+from fp4kit.checkpoint.execution import cluster
+from fp4kit.checkpoint.report_html import write_report
+from fp4kit.checkpoint.soundness import grouped
+from fp4kit.checkpoint.verify import LayerReport, Verification, VerifyReport, execute, prepare
+from fp4kit.cli.convert import add_workers, devices_of
+from fp4kit.cli.guard import DIFFERENT, DONE
+from fp4kit.cli.output import Output
+from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.render import shape_text
+from fp4kit.storage.errors import CheckpointError, listed, shown
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = add_command(
+        subparsers, "verify", _verify, "check a checkpoint: its files, its numbers, what engines make of it, and its source",
+        epilog="Exit codes: 0 no errors, though there may be warnings; 1 errors, such as bytes that differ; 2 it cannot be read.",
+    )  # fmt: skip
+    add_path(parser, "path", metavar="DST", help="directory of the quantized model")
+    parser.add_argument("--source", metavar="SRC", help="directory of the model that it was made of, with which it is compared")
+    parser.add_argument("--recipe", help="of the quantized layers (default: the one that the checkpoint records)")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network")
+    add_workers(parser)
+
+
+def _verify(args: argparse.Namespace, out: Output) -> int:
+    if args.recipe is not None and args.source is None:
+        raise CheckpointError("--recipe: says how layers were made of a source; give it with --source")
+    if args.html is not None:
+        _check_page(args.html, Path(args.path))
+    with cluster(args.dask) as executor:
+        options = Options(args.workers, executor, devices_of(args))
+        report = _run(prepare(args.path, args.source, args.recipe, options), options, out)
+    if args.html is not None:
+        write_report(report, args.html)
+    out.document("verify/1", report.as_data())
+    if out.text:
+        _print(out, report)
+    return DONE if report.clean else DIFFERENT
+
+
+def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
+    with out.progress("verifying", prepared.nbytes) as tick:
+        return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
+
+
+def _check_page(page: Path, model: Path) -> None:
+    """Raise CheckpointError for a page that would be in the way."""
+    if page.is_dir() or not page.parent.is_dir():
+        raise CheckpointError(f"--html {shown(str(page))}: a file in a directory that exists is needed")
+    if page.resolve().is_relative_to(model.resolve()):
+        raise CheckpointError(f"--html {shown(str(page))}: is inside of the checkpoint, which it would change; put it elsewhere")
+
+
+def _print(out: Output, report: VerifyReport) -> None:
+    """Print layers, findings and the verdict."""
+    columns = ("layer", "format", "#SQNR dB", "#saturated", "#zero blocks", "#flushed", "#differing bytes")
+    out.table(columns, [_cells(layer) for layer in report.layers])
+    for issue, subjects in grouped(report.issues):
+        loader = f"{issue.loader}: " if issue.loader else ""
+        out.line(f"{issue.severity}: {loader}{listed(subjects)}: {shown(issue.sentence)}")
+    out.line(_verdict(report))
+
+
+def _cells(layer: LayerReport) -> tuple[str, ...]:
+    found = layer.tally
+    sqnr = "-" if found.sqnr_db is None else f"{found.sqnr_db:.2f}"
+    saturated, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))
+    name = f"{shown(layer.name)} {shape_text(layer.shape)}"
+    differing = str(layer.differing) if layer.compared else "-"
+    return name, layer.format, sqnr, saturated, str(found.zero_blocks), flushed, differing
+
+
+def _verdict(report: VerifyReport) -> str:
+    """The last line."""
+    warnings = len(report.issues) - report.errors
+    manifest = {"equal": "files as the manifest says", "differs": "files differ from the manifest", "none": "no manifest"}
+    text = f"{len(report.layers)} layers, {manifest[report.manifest]}"
+    if report.source is not None:
+        differing, made = sum(layer.differing for layer in report.layers), sum(layer.compared for layer in report.layers)
+        text += f"; {differing} of {made} bytes differ from what {report.recipe or 'its form'} makes of the source"
+        text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
+        if report.total.sqnr_db is not None and math.isfinite(report.total.sqnr_db):
+            text += f"; SQNR {report.total.sqnr_db:.2f} dB"
+    return f"{text}; errors: {report.errors}, warnings: {warnings}"
