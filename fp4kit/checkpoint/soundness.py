@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4kit.checkpoint.formats.configs import SYNTAX, container_id
+from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.loaders import exclusions, required
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.matchers import READERS
 from fp4kit.checkpoint.request import is_deepseek_v4
@@ -101,10 +102,11 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
     """Yield what engines get wrong by the exclusion list."""
     declared = (model.config or {}).get("quantization_config")
-    if form is None or not READERS.get(name) or form.format not in SYNTAX or not isinstance(declared, Mapping):
+    syntax = CONTAINERS[name].syntax
+    if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return
     try:
-        patterns = exclusions.listed(SYNTAX[form.format], declared)
+        patterns = exclusions.listed(syntax, declared)
     except ValueError as error:
         patterns = ()
         for reader in READERS[name]:
