@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing here 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
+pytest.importorskip("accelerate")  # transformers asks for it where it loads FP8
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -192,6 +193,7 @@ def _back(root: Path, source: Path) -> Path:
 
 
 LOADED = [("llama", target) for target in (NVFP4, NVFP4_OWN, MXFP4, MXFP8)]
+LOADED += [(name, ("mxfp8-te", "sglang-mxfp8")) for name in ("qwen3_moe", "deepseek")]
 LOADED += [("tied", NVFP4), ("tied", MXFP4), ("qwen3_moe", MXFP4), ("deepseek", MXFP4), ("gpt_oss", ("mxfp4-ocp", "gpt-oss"))]
 
 

@@ -131,3 +131,13 @@ def test_gpt_oss(tmp_path: Path, recipe: str, format: str) -> None:
     report = convert(tmp_path / "m", tmp_path / "out", recipe, format=format)
     check(report, tensors, columns=True)
     assert report.actions["rename" if format == "gpt-oss" else "dequantize"] == 4 * synthetic.EXPERTS
+
+
+@pytest.mark.parametrize("model_type", ["llama4", "unheard_of"])
+def test_orientation_by_shapes(tmp_path: Path, model_type: str) -> None:
+    """[E, H, 2I] with [E, I, H]: stacks of columns, whatever the type of the model; gate is their first half."""
+    layer = "model.layers.0.mlp.experts"
+    shapes = {f"{layer}.gate_up_proj": (4, 64, 192), f"{layer}.down_proj": (4, 96, 64)}
+    tensors = {name: synthetic.random(name, shape) for name, shape in shapes.items()}
+    synthetic.write_model(tmp_path / "m", {"model_type": model_type, "num_experts": 4}, tensors)
+    check(convert(tmp_path / "m", tmp_path / "out", format="modelopt"), tensors, columns=True)
