@@ -97,6 +97,8 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
         bits = magnitude_bits(x[rows])
-        largest = max(largest, bits.max())
-        bad += int(np.count_nonzero(bits >= infinity))
+        top = bits.max()
+        largest = max(largest, top)
+        if top >= infinity:  # a second look at few chunks
+            bad += int(np.count_nonzero(bits >= infinity))
     return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad
