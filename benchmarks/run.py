@@ -20,7 +20,7 @@ import report
 from measure import REPEAT, SIZE, Bench
 
 HERE = Path(__file__).resolve().parent
-ELSEWHERE = ("cpu", "distributed")  # without a GPU; with several
+ELSEWHERE = ("checkpoint", "cpu", "distributed")  # without a GPU; with several
 FIRST = ("small",)  # host times: other libraries, once loaded, keep threads and processes busy
 
 

@@ -205,8 +205,8 @@ def test_the_public_api():
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
-    """The exceptions: the documented flags of fake-quantized training, when the caller asks for them by name; and the numbers of
-    threads that worker processes begin with, which are set."""
+    """Two exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number
+    of threads, set for worker processes."""
     if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/execution.py"):
         assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))
 

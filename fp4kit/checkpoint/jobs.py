@@ -26,7 +26,7 @@ NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
 )  # fmt: skip
-PIECE = 4 << 20  # bytes of a copied tensor that are in memory at a time
+PIECE = 2 << 20  # bytes of a copied tensor that are in memory at a time
 TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
 Tick = Callable[[int], None]  # called with bytes that were read
 

@@ -119,6 +119,6 @@ def _parsed(line: bytes) -> dict[str, Any]:
     """A line; nothing of one that is damaged."""
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

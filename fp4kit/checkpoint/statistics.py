@@ -214,7 +214,9 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
     largest, bad = infinity & 0, 0
     for rows in row_chunks(len(x), x.shape[1]):
         bits = magnitude_bits(x[rows])
-        count = int(np.count_nonzero(bits >= infinity))
-        largest = max(largest, bits[bits < infinity].max(initial=0) if count else bits.max())
-        bad += count
+        top = bits.max()
+        if top >= infinity:  # a second look at few chunks
+            finite = bits < infinity
+            top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
+        largest = max(largest, top)
     return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, 
 from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader
 
-SLAB_BYTES = 4 << 20  # of source elements that are in memory at a time: fresh pages of 16 MB cost as much as reading them
+SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
 
 _QUANTIZED_NAMES = (

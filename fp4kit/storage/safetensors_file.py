@@ -142,7 +142,8 @@ class TensorReader:
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        self._stream = open(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)  # a pipe: no waiting
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not wait at a pipe
+        self._stream = open(descriptor, "rb", buffering=0)
         found = os.fstat(self._stream.fileno())
         if found.st_size != file.size or not stat.S_ISREG(found.st_mode):
             self._stream.close()

@@ -1,4 +1,4 @@
-"""A conversion on a dask cluster of real workers: cluster_cases.py SOURCE DESTINATION WHOLE. A scheduler and two worker processes."""
+"""A conversion on a dask cluster of two worker processes: cluster_cases.py SOURCE DESTINATION WHOLE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS [resume]. SIGTERM unwinds it, as in the command."""
+"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ def _stop(number: int, frame: object) -> None:
 
 def main() -> None:
     """Convert with workers of this machine, or with those of MPI where mpi4py.futures runs this."""
-    source, destination, workers, *resume = sys.argv[1:]
+    source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     with cluster() as executor:
-        report = convert(source, destination, options=Options(int(workers), executor, resume=bool(resume)))
+        report = convert(source, destination, options=Options(int(workers), executor))
         others = set(run_all(executor, os.getpid, [()] * 50)) - {os.getpid()}
     print(len(report.done), "jobs;", len(others), "other processes;", type(executor).__name__)
 

@@ -1,7 +1,7 @@
 """SIGKILL at points of a conversion: kill_points.py SOURCE FOLDER POINTS SEED. Prints how the runs ended.
 
-A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half are system calls.
-After each: the source is as it was; what has the destination's name is the whole result; and going on gives the same bytes.
+A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half are of the
+system. After each: the source is as it was; what has the destination's name is the whole result; going on gives the same bytes.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,10 @@ class Backwards(Executor):
                 future.set_exception(error)
 
 
-@pytest.mark.parametrize("make", [lambda: ThreadPoolExecutor(4), lambda: spawning(2), Backwards], ids=["threads", "processes", "order"])
+EXECUTORS = {"threads": lambda: ThreadPoolExecutor(4), "processes": lambda: spawning(2), "last first": Backwards}
+
+
+@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
 def test_any_executor(model: tuple[Path, dict[str, str]], tmp_path: Path, make: Callable[[], Executor]) -> None:
     with make() as executor:
         for _ in range(2):
@@ -142,6 +146,7 @@ def test_nothing_runs_after_an_error() -> None:
     def call(number: int) -> int:
         if number == 0:
             raise RuntimeError
+        time.sleep(0.001)
         ran.append(number)
         return number
 

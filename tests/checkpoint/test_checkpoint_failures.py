@@ -44,8 +44,8 @@ def test_nonfinite_values_on_request(tmp_path: Path, nonfinite: str) -> None:
     x[1, :3] = np.nan, np.inf, -np.inf
     synthetic.write_model(tmp_path / "m", {}, {"model.layers.0.mlp.down_proj.weight": x})
     for workers in (1, 2):
-        report = convert(tmp_path / "m", tmp_path / f"out{workers}", "mxfp4-ocp", format="compressed-tensors", nonfinite=nonfinite,
-                         options=Options(workers))  # fmt: skip
+        wanted = {"format": "compressed-tensors", "nonfinite": nonfinite, "options": Options(workers)}
+        report = convert(tmp_path / "m", tmp_path / f"out{workers}", "mxfp4-ocp", **wanted)
         assert report.replaced == (3 if nonfinite == "saturate" else 0)
     assert files_of(tmp_path / "out1") == files_of(tmp_path / "out2")
 
@@ -70,7 +70,8 @@ class Boom(BaseException):
 PLACES = (
     "jobs.amax_and_nonfinite", "rewrite.encoded.quantize", "jobs._Output.put", "jobs._Output.finish", "jobs.zlib.crc32",
     "journal.Journal.note_measured", "journal.Journal.note_done", "convert._lay_out", "convert._digest", "convert.configs",
-    "convert.dump_object", "convert.manifest_of", "staging.copy_file", "staging.sync_directory", "staging.os.rename", "staging.os.chmod",
+    "convert.dump_object", "convert.manifest_of", "staging.copy_file", "staging.sync_directory", "staging.os.rename",
+    "staging.os.chmod",
 )  # fmt: skip
 ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
 

@@ -97,7 +97,8 @@ def test_kills(tmp_path: Path, points: int) -> None:
 def larger(root: Path) -> None:
     """A model that takes two workers some tenths of a second."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (512, 1024)) for i in range(24)}
-    synthetic.write_model(root, {"model_type": "llama", "num_hidden_layers": 24}, tensors, lambda name: int(name.split(".")[2]) % 3)
+    config = {"model_type": "llama", "num_hidden_layers": 24}
+    synthetic.write_model(root, config, tensors, lambda name: int(name.split(".")[2]) % 3)
 
 
 @contextmanager
@@ -226,10 +227,13 @@ def test_journal_cut_anywhere(model: Model) -> None:
         shutil.copytree(model.folder / "kept", model.partial, copy_function=shutil.copy)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"null", b"[1]", b"\xff\x00", b'{"done": 5}', b'{"done": [[]]}', b'{"done": ["x"]}', b'{"measured": {}}', b'{"measured": ["x"'],
+LINES = (
+    b"", b"null", b"[1]", b"\xff\x00", b'{"done": 5}', b'{"done": [[]]}', b'{"done": ["x"]}', b'{"measured": {}}',
+    b'{"measured": []}', b'{"measured": ["x"', b"[" * 100_000,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_damaged_line(model: Model, line: bytes) -> None:
     model.interrupt(6)
     lines = model.journal.read_bytes().split(b"\n")
@@ -513,11 +517,11 @@ def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.M
 
 def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:
     """Journals hold text; float32 comes back in every bit."""
+    limits = np.finfo(np.float32)
+    values = [np.float32(0.1), limits.smallest_subnormal, limits.max, np.float32(0)]
     with journal.Journal(tmp_path / "j", "k") as one:
-        for i, value in enumerate([np.float32(0.1), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max, np.float32(0)]):
+        for i, value in enumerate(values):
             one.note_measured(jobs.Measured(str(i), float(value), 0, -3, 5, True))
     with journal.Journal(tmp_path / "j", "k") as two:
-        assert [np.float32(found.amax) for found in two.measured.values()] == [
-            np.float32(0.1), np.finfo(np.float32).smallest_subnormal, np.finfo(np.float32).max, np.float32(0),
-        ]  # fmt: skip
+        assert [np.float32(found.amax) for found in two.measured.values()] == values
         assert two.measured["0"] == jobs.Measured("0", float(np.float32(0.1)), 0, -3, 5, True)
