@@ -1,4 +1,4 @@
-"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that nothing would change)."""
+"""Rewrite the generated parts of README.md and docs/: python tools/readme.py (tests/test_readme.py checks that it was done)."""
 
 from __future__ import annotations
 

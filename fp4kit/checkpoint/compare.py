@@ -20,8 +20,8 @@ from fp4kit.checkpoint.compare_configs import ConfigDifference, compare_configs
 from fp4kit.checkpoint.decode import codes_of, row_chunks
 from fp4kit.checkpoint.inspect import Checkpoint, natural_order, open_checkpoint
 from fp4kit.checkpoint.pairs import Origin, origins
+from fp4kit.checkpoint.reading import Readers, tensor_scale_of, values_of
 from fp4kit.checkpoint.statistics import sqnr_db
-from fp4kit.checkpoint.weights import Readers, tensor_scale_of, values_of
 from fp4kit.storage.safetensors_file import TensorEntry
 
 

@@ -20,8 +20,8 @@ from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
+from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.selection import Wishes
-from fp4kit.checkpoint.weights import SLAB_BYTES
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object

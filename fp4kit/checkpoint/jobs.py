@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import VALUES, Container
+from fp4kit.checkpoint.reading import Readers, Slab, columns_of, not_numbers, slabs, values_of
 from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Located, Readers, Slab, Weight, columns_of, not_numbers, slabs, values_of
+from fp4kit.checkpoint.weights import Located, Weight
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES

@@ -17,8 +17,9 @@ from fp4kit.checkpoint.identify import CheckpointVerdict, LayerPair, identify_la
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.layers import pieces
 from fp4kit.checkpoint.mishaps import StoredLayer
+from fp4kit.checkpoint.reading import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Readers, Slab, Weight, slabs, tensor_scale_of, values_of, weights_of
+from fp4kit.checkpoint.weights import Weight, weights_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError
 

@@ -24,9 +24,10 @@ from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, Source, open_source
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
+from fp4kit.checkpoint.reading import Readers, tensor_scale_of
 from fp4kit.checkpoint.rewrite.scalars import usable_tensor_scale
 from fp4kit.checkpoint.statistics import sqnr_db
-from fp4kit.checkpoint.weights import Readers, Weight, tensor_scale_of, weights_of
+from fp4kit.checkpoint.weights import Weight, weights_of
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry

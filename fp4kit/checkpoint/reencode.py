@@ -20,8 +20,9 @@ from fp4kit.checkpoint.execution import run_all
 from fp4kit.checkpoint.files import Source
 from fp4kit.checkpoint.formats.container import INPUT_SCALE
 from fp4kit.checkpoint.pairs import Origin, origins
+from fp4kit.checkpoint.reading import Readers, slabs
 from fp4kit.checkpoint.statistics import Tally, tally, total
-from fp4kit.checkpoint.weights import Located, Readers, Weight, slabs, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, weights_of
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 

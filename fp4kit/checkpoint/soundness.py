@@ -135,5 +135,6 @@ def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)
     return [
-        (replace(alike[0], count=sum(issue.count for issue in alike)), [issue.subject for issue in alike]) for alike in found.values()
+        (replace(alike[0], count=sum(issue.count for issue in alike)), [issue.subject for issue in alike])
+        for alike in found.values()
     ]

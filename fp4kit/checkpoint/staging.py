@@ -10,6 +10,7 @@ import errno
 import os
 import shlex
 import shutil
+import signal
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -203,9 +204,6 @@ def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]
                 _remove(partial)
         raise
     finally:
-        if stage.published:  # not before: another run could take the directory for its own
-            for name in (JOURNAL, LOCK):
-                (destination / name).unlink(missing_ok=True)
         os.close(lock)
     sync_directory(destination.parent)
 
@@ -219,8 +217,24 @@ def _publish(stage: Stage, destination: Path) -> None:
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
     _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
-    os.rename(partial, destination)
-    stage.published = True
+    with _signals_later():
+        os.rename(partial, destination)
+        stage.published = True
+        for name in (JOURNAL, LOCK):  # not before: another run could take the directory for its own
+            (destination / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _signals_later() -> Iterator[None]:
+    """Signals that would end the process come after what is in the with statement."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _locked(partial: Path, destination: Path) -> int:

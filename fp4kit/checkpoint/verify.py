@@ -18,10 +18,11 @@ from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENS
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import differences, load_manifest
+from fp4kit.checkpoint.reading import Readers, tensor_scale_of
 from fp4kit.checkpoint.reencode import Check, Checked, Settings
 from fp4kit.checkpoint.soundness import Issue, loader_issues, stored_issues, strange_tensors
 from fp4kit.checkpoint.statistics import Tally, total
-from fp4kit.checkpoint.weights import Located, Readers, Weight, located, tensor_scale_of
+from fp4kit.checkpoint.weights import Located, Weight, located
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.data import from_data
 from fp4kit.storage.errors import shown

@@ -273,7 +273,8 @@ CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gpt-oss", {**config("gpt-oss"), "model_type": "qwen3_moe"},
      "model_type is 'qwen3_moe'; blocks and scales are read for 'gpt_oss' alone"),
     ("deepseek-v4", {**config("deepseek-v4"), "expert_dtype": "fp8"}, "expert_dtype is 'fp8'; 'fp4' is needed"),
-    ("deepseek-v4 nvfp4", changed("deepseek-v4", moe_quant_algo=None), "quantization_config.moe_quant_algo is None; 'NVFP4' is needed"),
+    ("deepseek-v4 nvfp4", changed("deepseek-v4", moe_quant_algo=None),
+     "quantization_config.moe_quant_algo is None; 'NVFP4' is needed"),
     ("deepseek-v4", changed("deepseek-v4", quant_method="mxfp4"), "quantization_config.quant_method is 'mxfp4'; 'fp8' is needed"),
 )  # fmt: skip
 

@@ -9,8 +9,9 @@ import synthetic
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.files import open_source
 from fp4kit.checkpoint.manifest import differences
+from fp4kit.checkpoint.reading import Readers, slabs, values_of
 from fp4kit.checkpoint.reconcile import reconcile
-from fp4kit.checkpoint.weights import Readers, located, slabs, values_of, weights_of
+from fp4kit.checkpoint.weights import located, weights_of
 from fp4kit.formats import E4M3
 
 FORMATS = ("modelopt", "compressed-tensors")

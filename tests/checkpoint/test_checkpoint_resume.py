@@ -322,7 +322,8 @@ def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Mode
     model.interrupt(5)
     text = model.journal.read_bytes()
     change(model)
-    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with fp4kit convert --remove-stale"):
+    words = ".out.partial: was begun from another source, with other options or by another version; "
+    with refused(f"{words}remove it with fp4kit convert --remove-stale"):
         model.convert(resume=True)
     assert model.journal.read_bytes() == text and shard(model).exists()
 
@@ -358,7 +359,7 @@ def test_nothing_to_resume(model: Model) -> None:
 
 def test_what_is_left_is_reported(model: Model) -> None:
     model.interrupt(5)
-    with refused(f".out.partial: left by an interrupted run; go on with --resume, or remove it with fp4kit convert --remove-stale"):
+    with refused(f".out.partial: left by an interrupted run; {staging.ways_on(model.out)}"):
         model.convert()
     model.resume()
 

@@ -1,4 +1,4 @@
-"""convert_tensors: the bytes of the converter, for tensors in memory, of NumPy and PyTorch, in any order, under names of either house."""
+"""convert_tensors: the bytes of the converter, for tensors of NumPy and PyTorch, in any order, under names of either house."""
 
 import time
 
@@ -8,7 +8,8 @@ import synthetic
 
 from fp4kit.checkpoint import CheckpointError, Rules, Wishes, convert, convert_tensors
 from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.weights import Readers, located
+from fp4kit.checkpoint.reading import Readers
+from fp4kit.checkpoint.weights import located
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
@@ -105,11 +106,18 @@ def test_names_of_megatron():
     fused = np.concatenate([np.concatenate([q[i * each * size : (i + 1) * each * size], k[i * size : (i + 1) * size],
                                             v[i * size : (i + 1) * size]]) for i in range(groups)])  # fmt: skip
     prefix = "module.module.decoder.layers.1."
-    megatron = [(f"{prefix}self_attention.linear_qkv.weight", fused), (f"{prefix}mlp.linear_fc1.weight", np.concatenate([gate, up])),
-                (f"{prefix}mlp.linear_fc2.weight", down), ("module.module.output_layer.weight", gate),
-                (f"{prefix}self_attention.linear_qkv.layer_norm_weight", q[0]), (f"{prefix}mlp.linear_fc1._extra_state", None)]  # fmt: skip
-    plain = [(f"model.layers.1.{n}.weight", w) for n, w in (("self_attn.q_proj", q), ("self_attn.k_proj", k), ("self_attn.v_proj", v),
-             ("mlp.gate_proj", gate), ("mlp.up_proj", up), ("mlp.down_proj", down), ("input_layernorm", q[0]))]  # fmt: skip
+    parameters = {
+        "self_attention.linear_qkv.weight": fused,
+        "self_attention.linear_qkv.layer_norm_weight": q[0],
+        "mlp.linear_fc1.weight": np.concatenate([gate, up]),
+        "mlp.linear_fc1._extra_state": None,
+        "mlp.linear_fc2.weight": down,
+    }
+    megatron = [(prefix + name, array) for name, array in parameters.items()]
+    megatron.append(("module.module.output_layer.weight", gate))
+    attention = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "input_layernorm": q[0]}
+    layer = attention | {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": down}
+    plain = [(f"model.layers.1.{name}.weight", array) for name, array in layer.items()]
     rules = Rules.of("nvfp4-te", config=CONFIG, format="modelopt")
     wanted = dict(convert_tensors([*plain, ("lm_head.weight", gate)], rules))
     got = dict(convert_tensors(megatron, rules))

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES
-from fp4kit.checkpoint.weights import Readers, Slab, Weight, slabs
+from fp4kit.checkpoint.reading import Readers, Slab, slabs
+from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E8M0
 
 _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23

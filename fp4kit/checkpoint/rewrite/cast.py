@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.reading import Readers, Slab, slabs
 from fp4kit.checkpoint.rewrite.scalars import put_scalars, usable_tensor_scale
-from fp4kit.checkpoint.weights import Readers, Slab, Weight, slabs
+from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E2M1, E4M3, E8M0
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES, Container
+from fp4kit.checkpoint.reading import Readers, slabs, values_of
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
-from fp4kit.checkpoint.weights import Readers, slabs, values_of
 from fp4kit.interop import cupy
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES
+from fp4kit.checkpoint.reading import Readers, slabs
 from fp4kit.checkpoint.rewrite.scalars import put_input_scale, put_tensor_scale
-from fp4kit.checkpoint.weights import TENSOR_SCALE, Readers, slabs
+from fp4kit.checkpoint.weights import TENSOR_SCALE
 
 
 def write(job: Any, readers: Readers, output: Any) -> None:

@@ -1,0 +1,194 @@
+"""Rows of weights, as numbers or as codes with their scales: read from their files in slabs of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.decode import decode_rows, scales_of
+from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.weights import Located, Weight
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader
+
+SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
+WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
+
+
+class Readers:
+    """Open files, each opened once; close, or use it in a with statement. tick: called with the bytes of each read."""
+
+    def __init__(self, tick: Callable[[int], None] | None = None) -> None:
+        self._open: dict[Any, TensorReader] = {}
+        self._tick = tick
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._open.values():
+            reader.__exit__(None, None, None)
+        self._open.clear()
+
+    def of(self, file: SafetensorsFile) -> TensorReader:
+        """The reader of a file."""
+        if file.path not in self._open:
+            self._open[file.path] = TensorReader(file)
+        return self._open[file.path]
+
+    def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of a tensor."""
+        data = self.of(place.file).read_bytes(place.entry, start, count)
+        if self._tick is not None:
+            self._tick(data.size)
+        return data
+
+    def array(self, place: Located) -> np.ndarray:
+        """A whole tensor."""
+        return self.of(place.file).read(place.entry)
+
+
+class Slab(NamedTuple):
+    """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their scales.
+
+    scales: (rows of blocks, K / width), bit patterns or float32. tensor_scale: multiplies on decode; None without.
+    """
+
+    start: int
+    values: np.ndarray | None
+    codes: npt.NDArray[np.uint8] | None = None
+    scales: np.ndarray | None = None
+    tensor_scale: np.float32 | None = None
+
+
+def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
+    """What multiplies on decode: the stored number, or its reciprocal in float32 where that divides."""
+    if weight.container is None or not weight.container.has_tensor_scale:
+        return None
+    stored = np.float32(readers.array(weight.parts[TENSOR_SCALE]).reshape(-1)[expert])
+    with np.errstate(all="ignore"):
+        return np.float32(1) / stored if weight.container.divides else stored
+
+
+def slabs(
+    readers: Readers,
+    weight: Weight,
+    expert: int = 0,
+    span: tuple[int, int] | None = None,
+    height: int = 1,
+    most: int | None = None,
+) -> Iterator[Slab]:
+    """Rows [first, end) of matrix `expert` of a weight, in slabs: multiples of height, at most `most` bytes where that fits.
+
+    span: all rows by default; of a quantized weight, a multiple of its blocks. most: SLAB_BYTES by default.
+    """
+    rows, columns = weight.shape[-2:]
+    first, end = (0, rows) if span is None else span
+    most = SLAB_BYTES if most is None else most
+    itemsize = 4
+    if weight.container is not None:
+        height = max(height, weight.container.block[0])
+    else:
+        itemsize = NUMPY_DTYPES[weight.dtype].itemsize
+    step = max(most // (columns * itemsize * height), 1) * height
+    tensor_scale = tensor_scale_of(readers, weight, expert)
+    turned = _Turned(readers, weight, expert) if weight.transposed else None
+    if turned is not None and not turned.is_read:
+        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
+    for start in range(first, end, step):
+        count = min(step, end - start)
+        if weight.container is not None:
+            yield _codes(readers, weight, expert, start, count, tensor_scale)
+        else:
+            yield Slab(start, turned.rows(start, count) if turned else _values(readers, weight, expert, start, count))
+
+
+def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
+    rows, columns = weight.shape[-2:]
+    dtype = NUMPY_DTYPES[weight.dtype]
+    raw = readers.bytes(weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize)
+    return raw.view(dtype).reshape(count, columns)
+
+
+def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int, tensor_scale: np.float32 | None) -> Slab:
+    container = weight.container
+    assert container is not None
+    rows, columns = weight.shape[-2:]
+    width = columns * container.element.bits // 8
+    codes = readers.bytes(weight.parts[CODES], (expert * rows + start) * width, count * width).reshape(count, width)
+    high, wide = container.block
+    dtype = NUMPY_DTYPES[container.scales_dtype]
+    line, first, lines = -(-columns // wide), -(-rows // high) * expert + start // high, -(-count // high)
+    raw = readers.bytes(weight.parts[SCALES], first * line * dtype.itemsize, lines * line * dtype.itemsize)
+    return Slab(start, None, codes, raw.view(dtype).reshape(lines, line), tensor_scale)
+
+
+class _Turned:
+    """Rows of a matrix that is stored as columns: of a small one at once, of a large one column by column of the file."""
+
+    def __init__(self, readers: Readers, weight: Weight, expert: int) -> None:
+        self._readers, self._weight = readers, weight
+        self._dtype = NUMPY_DTYPES[weight.dtype]
+        self._rows, self._columns = weight.shape[-2:]
+        self._first = expert * self._rows * self._columns
+        self._all: np.ndarray | None = None
+        if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
+            self._all = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole matrix is in memory."""
+        return self._all is not None
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        size = self._dtype.itemsize
+        return self._readers.bytes(self._weight.located, (self._first + start) * size, count * size).view(self._dtype)
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """Rows [start, start + count), contiguous."""
+        if self._all is not None:
+            return np.ascontiguousarray(self._all[:, start : start + count].T)
+        found = np.empty((count, self._columns), self._dtype)
+        for k in range(self._columns):
+            found[:, k] = self._read(k * self._rows + start, count)
+        return found
+
+
+def values_of(weight: Weight, slab: Slab) -> np.ndarray:
+    """Numbers of a slab: plain ones in their dtype, decoded ones as float32 (see decode_rows)."""
+    if slab.values is not None:
+        return slab.values
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, also times 0
+        return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+
+
+def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
+    """Columns [first, end) of a slab; of a quantized weight, whole blocks."""
+    if slab.values is not None:
+        return slab._replace(values=slab.values[:, first:end])
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    bits, wide = weight.container.element.bits, weight.container.block[1]
+    codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
+    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
+
+
+def not_numbers(weight: Weight, slab: Slab) -> int:
+    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most all."""
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    element = weight.container.element
+    rows, columns = len(slab.codes), weight.shape[-1]
+    if slab.tensor_scale is not None and not np.isfinite(slab.tensor_scale):
+        return rows * columns
+    bad_scales = ~np.isfinite(scales_of(weight.container, slab.scales))
+    found = int(np.count_nonzero(bad_scales)) * prod(weight.container.block)
+    if element.bits == 8:
+        found += int(np.count_nonzero(~np.isfinite(element.values)[slab.codes]))
+    return min(found, rows * columns)
