@@ -80,6 +80,11 @@ class Account:
         """What went wrong, in the order in which it is undone."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
+    @property
+    def weight(self) -> int:
+        """Number of mishaps; a tensor scale that is wrong without a known reason counts twice."""
+        return len(self.mishaps) + ((self.tensor or "").startswith(mishaps.WRONG_SCALE))
+
 
 @dataclass
 class Tally:
