@@ -154,7 +154,9 @@ def first_whole(case: Case, accounts: list[Account]) -> tuple[list[Account], Tal
         if found and account.weight > found[0].weight:
             break
         counted = count(case, account, early=True)
-        if counted.whole:
-            found, tally = [*found, account], counted
-    return found, tally
+        if counted.all_bytes:
+            told = account if counted.tensor else replace(account, tensor=f"{mishaps.WRONG_SCALE} in some rows")
+            found, tally = [*found, told], counted
+    least = min((account.weight for account in found), default=0)
+    return [account for account in found if account.weight == least], tally
 

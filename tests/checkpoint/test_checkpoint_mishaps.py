@@ -69,12 +69,16 @@ def moved(layer, rows):
 
 def order(layer, kind):
     N = layer.codes.shape[0]
-    if N % (2 if kind in ("exchanged", "interleaved", "stacked") else 2 * HEADS if "rotary" in kind else 1):
+    if N % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1, "flashinfer": 1}.get(kind, 2):
         raise ValueError("not of so many rows")
     if kind == "exchanged":
         return moved(layer, [*range(N // 2, N), *range(N // 2)])
     if kind == "interleaved":
         return moved(layer, [i // 2 + (N // 2) * (i % 2) for i in range(N)])
+    if kind == "up first":
+        return moved(layer, [i // 2 + (N // 2) * (1 - i % 2) for i in range(N)])
+    if kind == "up above":
+        return moved(layer, [*range(1, N, 2), *range(0, N, 2)])
     if kind == "stacked":
         return moved(layer, [*range(0, N, 2), *range(1, N, 2)])
     d = N // HEADS
@@ -148,6 +152,8 @@ ANY = {
     "exchanged": (lambda layer: order(layer, "exchanged"), "halves of the rows (gate and up) are exchanged"),
     "interleaved": (lambda layer: order(layer, "interleaved"), "halves of the rows (gate and up) are interleaved"),
     "stacked": (lambda layer: order(layer, "stacked"), "interleaved rows (gate and up) are stacked"),
+    "up first": (lambda layer: order(layer, "up first"), "halves of the rows (gate and up) are interleaved and exchanged"),
+    "up above": (lambda layer: order(layer, "up above"), "interleaved rows (gate and up) are stacked and exchanged"),
     "rotary": (lambda layer: order(layer, "rotary"), "rows are in GGUF's and Meta's rotary order of q and k (4 heads)"),
     "unrotary": (
         lambda layer: order(layer, "unrotary"),
@@ -278,6 +284,10 @@ def test_several_kinds_of_permuted_blocks() -> None:
     layer = stored(x, "nvfp4-te")
     assert_found(found(other_rows_scales(layer), x), "nvfp4-te", "block scales are those of other blocks")
     assert_found(found(turned_blocks(layer), x), "nvfp4-te", "blocks, codes and scales, are in other places of their rows")
+    both = found(tensor(turned_blocks(layer), "inverted"), x).mishap
+    assert both == f"blocks, codes and scales, are in other places of their rows; {TENSOR['inverted']}"
+    both = found(tensor(other_blocks(layer), "inverted"), x).mishap
+    assert both == f"block scales are those of other blocks of the same row; {TENSOR['inverted']}"
     rows = turned_blocks(layer)
     rows = replace(rows, codes=np.roll(rows.codes, 8), block_scale=np.roll(rows.block_scale, 1))
     assert_found(found(rows, x), "nvfp4-te", "blocks, codes and scales, are in other places")
@@ -332,9 +342,20 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
     for ulps in (-2, -1, 1, 2):
         scale = (np.asarray(layer.tensor_scale).view(np.int32) + ulps).view(np.float32)
         assert found(replace(layer, tensor_scale=scale), x).mishap is None
-    off = (np.asarray(layer.tensor_scale).view(np.int32) + 3).view(np.float32)
-    assert found(replace(layer, tensor_scale=off), x).mishap != "none"
+    right = np.asarray(layer.tensor_scale)
+    off = (right.view(np.int32) + 3).view(np.float32)
+    assert tensor_mishap(off, right, None) == f"tensor scale is wrong, needs {right:.9g}, not {off:.9g}"
     assert near(np.float32(np.nan), np.float32(np.nan)) and not near(np.float32(1), np.float32(np.nan))
+
+
+def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
+    """In the sample, or beyond it."""
+    x = weights(22, (320, 2048))
+    layer = stored(x, "nvfp4-te-rowscaled")
+    for row in (0, 170):
+        wrong = layer.tensor_scale.copy()
+        wrong[row] *= 2
+        assert_found(found(replace(layer, tensor_scale=wrong), x), "nvfp4-te-rowscaled", "tensor scale is wrong")
 
 
 def test_a_tensor_scale_where_the_recipe_has_none() -> None:
