@@ -279,6 +279,16 @@ def test_one_changed_byte_anywhere(name, part) -> None:
     assert "with 99.99% of bytes" in e.sentence
 
 
+@pytest.mark.parametrize("name", TESTED)
+def test_changed_scales_are_not_those_of_other_blocks(name) -> None:
+    x = weights(12)
+    layer = stored(x, name)
+    changed = layer.block_scale.copy()
+    changed[7, :2] = changed.max() + 1
+    e = found(replace(layer, block_scale=changed), x)
+    assert e.recipe is None and e.total - 2 <= e.codes_equal + e.scales_equal < e.total
+
+
 def test_several_kinds_of_permuted_blocks() -> None:
     x = weights(13)
     layer = stored(x, "nvfp4-te")
