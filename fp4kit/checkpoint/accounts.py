@@ -80,6 +80,11 @@ class Account:
         """What went wrong, in the order in which it is undone."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
+    @property
+    def weight(self) -> int:
+        """Number of mishaps; a tensor scale that is wrong without a known reason counts twice."""
+        return len(self.mishaps) + ((self.tensor or "").startswith(mishaps.WRONG_SCALE))
+
 
 @dataclass
 class Tally:
@@ -91,8 +96,8 @@ class Tally:
     tensor: bool = True
 
     @property
-    def whole(self) -> bool:
-        return self.tensor and self.codes + self.scales == self.total
+    def all_bytes(self) -> bool:
+        return self.codes + self.scales == self.total
 
     @property
     def share(self) -> float:
@@ -185,6 +190,11 @@ def tensor_mishap(case: Case, scale: np.ndarray | None, given: Given, rows: np.n
 # ---- the whole layer --------------------------------------------------------------------------------------------------------
 
 
+def tensor_agrees(case: Case, account: Account, scale: np.ndarray | None, rows: np.ndarray) -> bool:
+    """Whether an account that finds no fault with the tensor scale is right for some rows: it is of a sample."""
+    return account.tensor is not None or tensor_mishap(case, scale, (account.recipe, account.amax), rows) is None
+
+
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
     """Stored rows of a layer, in order, in whole blocks of rows."""
     height = lcm(32, r.block_rows)
@@ -215,8 +225,8 @@ def count(case: Case, account: Account, early: bool) -> Tally:
         there = np.ones(scales.shape, bool) if known is None else known[rows].astype(bool)
         tally.codes, tally.total = tally.codes + equal, tally.total + size + int(np.count_nonzero(there))
         tally.scales += int(np.count_nonzero((scales == values[rows]) & there))
-        tally.tensor &= account.tensor is not None or tensor_mishap(case, scale, (r, account.amax), rows) is None
-        if early and not tally.whole:
+        tally.tensor &= tensor_agrees(case, account, scale, rows)
+        if early and not tally.all_bytes:
             break
     return tally
 

@@ -116,8 +116,8 @@ def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
     if not moved:
         return None
     named = [replace(account, scale_mishap=name) for account, name in moved]
-    fewest = min(len(account.mishaps) for account in named)
-    return _explained([account for account in named if len(account.mishaps) == fewest], _all_bytes(case))
+    least = min(account.weight for account in named)
+    return _explained([account for account in named if account.weight == least], _all_bytes(case))
 
 
 def _all_bytes(case: Case) -> Tally:

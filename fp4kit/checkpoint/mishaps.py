@@ -21,6 +21,7 @@ from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_sc
 from fp4kit.recipes import Recipe
 
 ULPS = 2  # float32 steps that a reciprocal of a reciprocal may be off
+WRONG_SCALE = "tensor scale is wrong"
 HALVES = (16, 8, 32)  # distances of the elements that share a byte: GGML's MXFP4, its NVFP4, and twice the first
 _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 
@@ -309,7 +310,7 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     if right is None or stored is None:
         needless = stored is None or near(stored, ones)
         missing = f"tensor scale is missing, needs {_shown(right)}" if right is not None and not near(right, ones) else None
-        return missing if needless else f"tensor scale is wrong, needs none, not {_shown(stored)}"
+        return missing if needless else f"{WRONG_SCALE}, needs none, not {_shown(stored)}"
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right
     if near(stored, right):
@@ -320,7 +321,7 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
         return f"tensor scale is dropped (1), needs {_shown(right)}"
     if amax is not None and near(stored, amax):
         return f"tensor scale is the amax, as MLX stores it, needs {_shown(right)}"
-    return f"tensor scale is wrong, needs {_shown(right)}, not {_shown(stored)}"
+    return f"{WRONG_SCALE}, needs {_shown(right)}, not {_shown(stored)}"
 
 
 def _shown(scale: Any) -> str:

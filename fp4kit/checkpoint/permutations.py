@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from fp4kit.checkpoint.accounts import CHUNK, Account, Case, Layout, amaxes, chunks, made
+from fp4kit.checkpoint.accounts import CHUNK, Account, Case, Layout, amaxes, chunks, made, tensor_agrees, tensor_mishap
 from fp4kit.checkpoint.mishaps import CodeOrder, RowOrder, code_orders, name_of_rows, scale_orders
 from fp4kit.checkpoint.trials import SAMPLE, SIGNS_AGREE
 from fp4kit.formats import FLT_MIN
@@ -84,8 +84,9 @@ def permuted_scales(case: Case, account: Account) -> str | None:
         return None
     surplus, in_rows = np.zeros(256, np.int64), True
     for rows in chunks(layout, account.recipe):
-        codes, scales, _ = made(case, layout, rows, everywhere, (account.recipe, account.amax))
-        if not np.array_equal(codes, account.codes.undo(layout.reading.read(case.layer, rows, everywhere))):
+        codes, scales, scale = made(case, layout, rows, everywhere, (account.recipe, account.amax))
+        right = np.array_equal(codes, account.codes.undo(layout.reading.read(case.layer, rows, everywhere)))
+        if not right or not tensor_agrees(case, account, scale, rows):
             return None
         surplus += np.bincount(scales.ravel(), minlength=256) - np.bincount(stored[rows].ravel(), minlength=256)
         in_rows = in_rows and np.array_equal(np.sort(scales, axis=1), np.sort(stored[rows], axis=1))
@@ -112,7 +113,8 @@ def permuted_blocks(case: Case, plain: Layout) -> Iterator[tuple[Account, str]]:
     sample = next(chunks(plain, case.layer.recipe))[:count]
     for r in candidates_of(case.layer.recipe):
         for amax in amaxes(case, r):
-            account = Account(plain, right, 0, r, amax)
+            scale = made(case, plain, sample, slice(0, plain.shape[1]), (r, amax))[2]
+            account = Account(plain, right, 0, r, amax, tensor=tensor_mishap(case, scale, (r, amax), sample))
             if _same_blocks(case, account, scales, [sample], True) and r.block_rows == 1:
                 if _same_blocks(case, account, scales, chunks(plain, r), True):
                     yield account, "blocks, codes and scales, are in other places of their rows"
@@ -125,7 +127,9 @@ def _same_blocks(case: Case, account: Account, stored: np.ndarray, parts: Iterab
     """Whether stored and made blocks are the same but for their order, in every row or in all of a part."""
     layout, everywhere = account.layout, slice(0, account.layout.shape[1])
     for rows in parts:
-        codes, scales, _ = made(case, layout, rows, everywhere, (account.recipe, account.amax))
+        codes, scales, scale = made(case, layout, rows, everywhere, (account.recipe, account.amax))
+        if not tensor_agrees(case, account, scale, rows):
+            return False
         found = layout.reading.read(case.layer, rows, everywhere)
         a, b = _hashes(codes, scales), _hashes(found, stored[rows])
         if not in_rows:

@@ -69,6 +69,8 @@ def layouts_of(case: Case, r: Recipe) -> Iterator[Layout]:
     for reading in mishaps.readings(case.layer, case.x.shape):
         turned = reading.source_transposed
         shape = case.x.shape[::-1] if turned else case.x.shape
+        if np.ndim(case.layer.tensor_scale) and len(case.layer.tensor_scale) != shape[0]:
+            continue
         pair = case.other is not None and case.other.shape == case.x.shape and not turned
         for rows in mishaps.row_orders(shape[0], case.heads, pair, case.second) if not turned else [same_rows(shape[0])]:
             yield Layout(reading, rows, shape)
@@ -148,11 +150,13 @@ def first_whole(case: Case, accounts: list[Account]) -> tuple[list[Account], Tal
     """Of the accounts that give every byte, those with the fewest mishaps, and their tally."""
     found: list[Account] = []
     tally = Tally()
-    for account in sorted(accounts, key=lambda account: len(account.mishaps)):
-        if found and len(account.mishaps) > len(found[0].mishaps):
+    for account in sorted(accounts, key=lambda account: account.weight):
+        if found and account.weight > found[0].weight:
             break
         counted = count(case, account, early=True)
-        if counted.whole:
-            found, tally = [*found, account], counted
-    return found, tally
+        if counted.all_bytes:
+            told = account if counted.tensor else replace(account, tensor=f"{mishaps.WRONG_SCALE} in some rows")
+            found, tally = [*found, told], counted
+    least = min((account.weight for account in found), default=0)
+    return [account for account in found if account.weight == least], tally
 

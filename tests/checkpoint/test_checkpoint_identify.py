@@ -1,0 +1,163 @@
+"""Verdicts on layers and files: most layers speak for the file, exceptions are listed, zeros contradict nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.checkpoint.identify import LayerPair, identify_layers
+from fp4kit.checkpoint.mishaps import StoredLayer
+from fp4kit.layouts import swizzle_scales
+from fp4kit.recipes import RECIPES
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def weights(seed, shape=(64, 128), size=0.02):
+    return (np.random.default_rng(seed).standard_normal(shape) * size).astype(BF16)
+
+
+def layer(name, x, recipe="nvfp4-modelopt", amax=None, **fields):
+    q = fp4kit.quantize(x, recipe, tensor_amax=amax)
+    parts = StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[recipe])
+    return LayerPair(name, replace(parts, **{k: v for k, v in fields.items() if k in parts.__dataclass_fields__}), x)
+
+
+def faulty(pair, change):
+    return replace(pair, parts=change(pair.parts))
+
+
+def swapped(parts):
+    return replace(parts, codes=parts.codes >> 4 | parts.codes << 4)
+
+
+def inverted(parts):
+    return replace(parts, tensor_scale=np.float32(1) / parts.tensor_scale)
+
+
+def swizzled(parts):
+    return replace(parts, block_scale=swizzle_scales(parts.block_scale, "swizzled_128x4"))
+
+
+INVERTED = "tensor scale is inverted: a divisor stands where a multiplier is declared"
+MISHAPS = (
+    (swapped, "nibbles are swapped"),
+    (inverted, INVERTED),
+    (lambda parts: replace(parts, tensor_scale=None), "tensor scale is missing"),
+    (swizzled, "block scales are swizzled_128x4, declared linear"),
+    (lambda parts: inverted(swapped(parts)), f"nibbles are swapped; {INVERTED}"),
+)
+RECIPES_OF_FILES = ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp8-te", "nvfp4-te-2d")
+
+
+def model(recipe="nvfp4-modelopt", layers=6):
+    return [layer(f"model.layers.{i}.mlp.down_proj", weights(i), recipe) for i in range(layers)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES_OF_FILES)
+def test_a_clean_file(recipe) -> None:
+    verdict = identify_layers(model(recipe))
+    assert recipe in verdict.recipes and verdict.recipe in verdict.recipes and verdict.mishap is None
+    assert verdict.exceptions == () and len(verdict.layers) == 6
+    assert f"made 6 layers{' (they agree on these layers)' if len(verdict.recipes) > 1 else ''}" in str(verdict)
+    assert all(recipe in verdict.explanation.recipes for verdict in verdict.layers)
+
+
+def test_recipes_that_agree_on_some_layers_are_told_apart_by_others() -> None:
+    """The file's recipes are those that explain most layers."""
+    pairs = model("nvfp4-te", 12)
+    alone = [set(identify_layers([pair]).recipes) for pair in pairs]
+    assert set(identify_layers(pairs).recipes) == set.intersection(*alone)
+    assert any(set.intersection(*alone) < some for some in alone)
+
+
+@pytest.mark.parametrize("change, mishap", MISHAPS)
+def test_a_mishap_of_the_whole_file(change, mishap) -> None:
+    verdict = identify_layers(faulty(pair, change) for pair in model())
+    assert "nvfp4-modelopt" in verdict.recipes and verdict.mishap == mishap and not verdict.exceptions
+    assert verdict.sentence.endswith(f"; then: {mishap}")
+
+
+def test_exceptions_are_listed() -> None:
+    pairs = model()
+    pairs[1] = faulty(pairs[1], swapped)
+    pairs[3] = layer(pairs[3].name, weights(3), "nvfp4-te-4over6-mse-256")
+    pairs[4] = replace(pairs[4], source=weights(99))
+    verdict = identify_layers(pairs)
+    assert [exception.name for exception in verdict.exceptions] == [pairs[i].name for i in (1, 3, 4)]
+    assert verdict.mishap is None and "made 3 of 6 layers" in verdict.sentence
+    lines = str(verdict).splitlines()
+    assert len(lines) == 4 and "nibbles are swapped" in lines[1]
+    assert "4over6-mse-256" in lines[2] and "nothing explains" in lines[3]
+
+
+def test_zeros_contradict_no_mishap() -> None:
+    pairs = model(layers=3)
+    zeros = StoredLayer(np.zeros((64, 64), np.uint8), np.zeros((64, 8), np.uint8), np.float32(1), RECIPES["nvfp4-modelopt"])
+    blank = [LayerPair(f"expert.{i}", zeros, np.zeros((64, 128), BF16)) for i in range(5)]
+    verdict = identify_layers([*blank, *(faulty(pair, swapped) for pair in pairs)])
+    assert verdict.mishap == "nibbles are swapped" and not verdict.exceptions
+    assert identify_layers(blank).mishap is None and "nvfp4-te" in identify_layers(blank).recipes
+
+
+def test_nothing_and_no_layers() -> None:
+    strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model(layers=2))]
+    verdict = identify_layers(strange)
+    assert verdict.recipe is None and verdict.recipes == () and verdict.sentence == "nothing explains any of 2 layers"
+    assert len(verdict.exceptions) == 2 and str(verdict).count("nothing explains these bytes") == 2
+    assert identify_layers([]).sentence == "there are no quantized layers" and identify_layers([]).exceptions == ()
+
+
+def pairs_of(gate, up, recipe="nvfp4-te", moved=None):
+    """gate_proj and up_proj under one amax, of a stack whose rows were moved before it was cut in half."""
+    amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[recipe].tensor_rule else None
+    q = fp4kit.quantize(np.concatenate([gate, up]), recipe, tensor_amax=amax)
+    rows = np.arange(2 * len(gate)) if moved is None else moved
+    for i, (name, x, other) in enumerate((("gate_proj", gate, up), ("up_proj", up, gate))):
+        half = rows[i * len(gate) : (i + 1) * len(gate)]
+        parts = StoredLayer(q.packed[half], q.block_scale[half], q.tensor_scale, RECIPES[recipe])
+        yield LayerPair(name, parts, x, other, bool(i), amaxes=() if amax is None else (amax,))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-te-2d"])
+def test_pairs(recipe) -> None:
+    gate, up = weights(1), weights(2, size=0.16)
+    rows = np.arange(128)
+    for moved, mishap in (
+        (None, None),
+        (np.roll(rows, 64), "holds the other half of its pair: gate and up are exchanged"),
+        (rows.reshape(2, -1).T.ravel(), "halves of the rows (gate and up) are interleaved"),
+        (rows.reshape(-1, 2).T.ravel(), "interleaved rows (gate and up) are stacked"),
+    ):
+        verdict = identify_layers(pairs_of(gate, up, recipe, moved))
+        assert recipe in verdict.recipes and verdict.mishap == mishap and not verdict.exceptions
+
+
+def test_queries_and_keys() -> None:
+    """Each with its own number of heads; without it the order is found all the same, and its heads with it."""
+    q, k = layer("q_proj", weights(3)), layer("k_proj", weights(4, (32, 128)))
+    for known in (True, False):
+        found = []
+        for pair, heads in ((q, 4), (k, 2)):
+            rows = np.arange(len(pair.source)).reshape(heads, 2, -1).swapaxes(1, 2).ravel()
+            parts = replace(pair.parts, codes=pair.parts.codes[rows], block_scale=pair.parts.block_scale[rows])
+            found.append(replace(pair, parts=parts, heads=(heads,) if known else ()))
+        names = [verdict.explanation.mishap for verdict in identify_layers(found).layers]
+        assert names == [f"rows are in GGUF's and Meta's rotary order of q and k ({heads} heads)" for heads in (4, 2)]
+
+
+def test_layers_are_taken_one_at_a_time() -> None:
+    taken = []
+
+    def reading():
+        for pair in model(layers=3):
+            taken.append(pair.name)
+            yield replace(pair, source=np.zeros(3, np.float32)) if len(taken) == 2 else pair
+
+    with pytest.raises(ValueError, match="identify: x has shape"):
+        identify_layers(reading())
+    assert len(taken) == 2

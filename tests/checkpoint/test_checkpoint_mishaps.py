@@ -1,0 +1,474 @@
+"""Every mishap, injected here by hand, is found and named; clean data has none, and unrelated data is not explained."""
+
+from __future__ import annotations
+
+import re
+import tracemalloc
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fp4kit
+from fp4kit.checkpoint.explain import Explanation, explain
+from fp4kit.checkpoint.mishaps import StoredLayer, code_orders, name_of_rows, near, row_orders, tensor_mishap
+from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
+from fp4kit.recipes import RECIPES
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+NAMES = [r.id for r in RECIPES.values() if not r.fake_only and r.scale is not None]
+TESTED = ("nvfp4-te", "nvfp4-modelopt", "nvfp4-te-2d", "nvfp4-compressed-tensors", "nvfp4-te-rowscaled", "mxfp4-ocp", "mxfp8-te")
+HEADS = 4
+
+
+def weights(seed=0, shape=(64, 192), dtype=BF16):
+    """Normal values of different sizes by row, so that no two orders look alike."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 0.02 * np.exp2(rng.integers(-2, 3, (shape[0], 1)))).astype(dtype)
+
+
+def stored(x, name, **fields) -> StoredLayer:
+    q = fp4kit.quantize(x, name)
+    return replace(StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name]), **fields)
+
+
+# ---- the faults, each written without the code under test ------------------------------------------------------------------
+
+
+def nibbles(layer):
+    return replace(layer, codes=layer.codes >> 4 | layer.codes << 4)
+
+
+def halves(layer, half):
+    """Elements j and j + half share a byte."""
+    out = np.zeros_like(layer.codes)
+    codes = unpack(layer.codes)
+    for byte in range(out.shape[1]):
+        first = byte // half * 2 * half + byte % half
+        out[:, byte] = codes[:, first] | codes[:, first + half] << 4
+    return replace(layer, codes=out)
+
+
+def scales(layer, layout, declared="linear"):
+    return replace(layer, block_scale=swizzle_scales(layer.block_scale, layout), scale_layout=declared)
+
+
+def cut_scales(layer):
+    rows, columns = layer.block_scale.shape
+    return replace(layer, block_scale=np.ascontiguousarray(swizzle_scales(layer.block_scale, "swizzled_128x4")[:rows, :columns]))
+
+
+def moved(layer, rows):
+    scale = layer.tensor_scale
+    scale = scale[rows] if np.ndim(scale) else scale
+    return replace(layer, codes=layer.codes[rows], block_scale=layer.block_scale[rows], tensor_scale=scale)
+
+
+def order(layer, kind):
+    N = layer.codes.shape[0]
+    if N % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1, "flashinfer": 1}.get(kind, 2):
+        raise ValueError("not of so many rows")
+    if kind == "exchanged":
+        return moved(layer, [*range(N // 2, N), *range(N // 2)])
+    if kind == "interleaved":
+        return moved(layer, [i // 2 + (N // 2) * (i % 2) for i in range(N)])
+    if kind == "up first":
+        return moved(layer, [i // 2 + (N // 2) * (1 - i % 2) for i in range(N)])
+    if kind == "up above":
+        return moved(layer, [*range(1, N, 2), *range(0, N, 2)])
+    if kind == "stacked":
+        return moved(layer, [*range(0, N, 2), *range(1, N, 2)])
+    d = N // HEADS
+    if kind == "rotary":
+        return moved(layer, [h * d + (i % 2) * (d // 2) + i // 2 for h in range(HEADS) for i in range(d)])
+    if kind == "unrotary":
+        return moved(layer, [h * d + (i % (d // 2)) * 2 + i // (d // 2) for h in range(HEADS) for i in range(d)])
+    if kind == "flashinfer":
+        return moved(layer, shuffle_rows(N, 128))
+    return moved(layer, np.random.default_rng(5).permutation(N))
+
+
+def transposed_bytes(layer):
+    return replace(
+        layer, codes=np.ascontiguousarray(layer.codes.T), block_scale=np.ascontiguousarray(layer.block_scale.T)
+    )
+
+
+def transposed_codes(layer):
+    codes = unpack(layer.codes) if layer.recipe.is_packed else layer.codes
+    turned = np.ascontiguousarray(codes.T)
+    turned = turned[:, 0::2] | turned[:, 1::2] << 4 if layer.recipe.is_packed else turned
+    return replace(layer, codes=turned, block_scale=np.ascontiguousarray(layer.block_scale.T))
+
+
+def tensor(layer, kind):
+    with np.errstate(over="ignore"):
+        scale = {"inverted": np.float32(1) / layer.tensor_scale, "dropped": np.ones_like(layer.tensor_scale), "missing": None}
+    return replace(layer, tensor_scale=scale[kind])
+
+
+def other_blocks(layer):
+    return replace(layer, block_scale=np.roll(layer.block_scale, 1, axis=1))
+
+
+def other_rows_scales(layer):
+    return replace(layer, block_scale=np.roll(layer.block_scale, 1, axis=0))
+
+
+def turned_blocks(layer):
+    """Blocks, codes and scale, in the reverse order."""
+    rows, blocks = layer.block_scale.shape
+    codes = layer.codes.reshape(rows, blocks, -1)[:, ::-1].reshape(layer.codes.shape)
+    return replace(layer, codes=codes, block_scale=layer.block_scale[:, ::-1])
+
+
+PACKED = {
+    "nibbles": (nibbles, "nibbles are swapped"),
+    "ggml mxfp4": (lambda layer: halves(layer, 16), "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4)"),
+    "ggml nvfp4": (lambda layer: halves(layer, 8), "elements j and j + 8 of each 16 share a byte (GGML's order of NVFP4)"),
+    "halves of 64": (lambda layer: halves(layer, 32), "elements j and j + 32 of each 64 share a byte"),
+    "ggml, high first": (
+        lambda layer: nibbles(halves(layer, 16)),
+        "elements j and j + 16 of each 32 share a byte (GGML's order of MXFP4), high nibble first",
+    ),
+    "bytes transposed": (transposed_bytes, "packed bytes are transposed; block scales lie column by column"),
+}
+ANY = {
+    "swizzled": (lambda layer: scales(layer, "swizzled_128x4"), "block scales are swizzled_128x4, declared linear"),
+    "swizzled 8x4": (lambda layer: scales(layer, "swizzled_8x4"), "block scales are swizzled_8x4, declared linear"),
+    "linear": (lambda layer: replace(layer, scale_layout="swizzled_128x4"), "block scales are linear, declared swizzled_128x4"),
+    "other kernel": (
+        lambda layer: scales(layer, "swizzled_8x4", "swizzled_128x4"),
+        "block scales are swizzled_8x4, declared swizzled_128x4",
+    ),
+    "cut": (cut_scales, "block scales are swizzled_128x4, declared linear, with the padding cut off"),
+    "columns": (
+        lambda layer: replace(layer, block_scale=np.ascontiguousarray(layer.block_scale.T)),
+        "block scales lie column by column",
+    ),
+    "exchanged": (lambda layer: order(layer, "exchanged"), "halves of the rows (gate and up) are exchanged"),
+    "interleaved": (lambda layer: order(layer, "interleaved"), "halves of the rows (gate and up) are interleaved"),
+    "stacked": (lambda layer: order(layer, "stacked"), "interleaved rows (gate and up) are stacked"),
+    "up first": (lambda layer: order(layer, "up first"), "halves of the rows (gate and up) are interleaved and exchanged"),
+    "up above": (lambda layer: order(layer, "up above"), "interleaved rows (gate and up) are stacked and exchanged"),
+    "rotary": (lambda layer: order(layer, "rotary"), "rows are in GGUF's and Meta's rotary order of q and k (4 heads)"),
+    "unrotary": (
+        lambda layer: order(layer, "unrotary"),
+        "rows are permuted to Hugging Face's rotary order of q and k once too often (4 heads)",
+    ),
+    "flashinfer": (lambda layer: order(layer, "flashinfer"), "rows are shuffled for FlashInfer (epilogue tile 128)"),
+    "codes transposed": (transposed_codes, "codes are transposed; block scales lie column by column"),
+    "scales of other blocks": (other_blocks, "block scales are those of other blocks of the same row"),
+}
+TENSOR = {
+    "inverted": "tensor scale is inverted: a divisor stands where a multiplier is declared",
+    "dropped": "tensor scale is dropped (1)",
+    "missing": "tensor scale is missing",
+}
+
+
+def found(layer, x, **options) -> Explanation:
+    e = explain(layer, x, **options)
+    assert 0 <= e.codes_equal + e.scales_equal <= e.total
+    assert e.explained == (e.codes_equal + e.scales_equal == e.total)
+    return e
+
+
+def assert_found(e, name, mishap):
+    assert name in e.recipes and e.mishap is not None, e
+    assert e.mishap.startswith(mishap), e
+    assert e.sentence.split("; then: ")[1].startswith(mishap)
+
+
+@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("fault", [*PACKED, *ANY])
+def test_faults_are_found(name, fault) -> None:
+    r = RECIPES[name]
+    inject, mishap = (PACKED | ANY)[fault]
+    if fault in PACKED and not r.is_packed:
+        pytest.skip("one code a byte")
+    x = weights()
+    e = found(inject(stored(x, name)), x, heads=(HEADS,))
+    if r.block_rows == 1 or fault != "scales of other blocks":
+        assert e.mishap == mishap
+    assert_found(e, name, mishap)
+
+
+@pytest.mark.parametrize("name", [name for name in TESTED if RECIPES[name].tensor_rule])
+@pytest.mark.parametrize("wrong", TENSOR)
+@pytest.mark.parametrize("fault", [None, "nibbles", "ggml mxfp4", "swizzled", "cut", "interleaved", "rotary", "bytes transposed"])
+def test_tensor_scales_alone_and_with_another_fault(name, wrong, fault) -> None:
+    x = weights(1)
+    layer = tensor(stored(x, name), wrong)
+    inject, mishap = (PACKED | ANY)[fault] if fault else (lambda layer: layer, "")
+    e = found(inject(layer), x, heads=(HEADS,))
+    assert name in e.recipes
+    assert (e.mishap or "").startswith(f"{mishap}; {TENSOR[wrong]}" if mishap else TENSOR[wrong])
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_quantized_transposed(name) -> None:
+    for shape in ((64, 192), (128, 128)):
+        x = weights(2, shape)
+        layer = stored(np.ascontiguousarray(x.T), name)
+        assert_found(found(layer, x), name, "quantized transposed: blocks run along the other axis of the source")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clean_data_has_no_mishap(name) -> None:
+    for x in (weights(3), weights(4, (33, 5 * 128), np.dtype(np.float32)), weights(5, (1, 128), np.dtype(np.float16))):
+        e = found(stored(x, name), x, heads=(HEADS,), other=weights(6, x.shape, x.dtype))
+        assert name in e.recipes and e.mishap is None
+        assert e.sentence.endswith("made these bytes" + " (they agree on this layer)" * (len(e.recipes) > 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_without_an_order_has_no_mishap(name) -> None:
+    constant, blocks, zeros = np.full((32, 256), 0.5, BF16), weights(7, (32, 256)), weights(8, (32, 256))
+    blocks[:, 64:128] = 0
+    zeros[3] = zeros[17] = 0
+    for x in (constant, blocks, zeros):
+        e = found(stored(x, name), x)
+        assert name in e.recipes and e.mishap is None
+
+
+def test_all_zeros() -> None:
+    x = np.zeros((16, 64), BF16)
+    x[3] *= -1
+    for name in TESTED:  # as converters write them: producers make 0, NaN or a subnormal of such a tensor's scale
+        r = RECIPES[name]
+        codes = np.zeros((16, r.element.packing.length(64)), np.uint8)
+        scale = None if r.tensor_rule is None else np.float32(1)
+        e = found(StoredLayer(codes, np.zeros((16, 64 // r.block_size), np.uint8), scale, r), x)
+        assert name in e.recipes and e.blank and e.mishap is None
+    for name in NAMES:
+        e = found(stored(x, name), x)
+        assert name in e.recipes and e.mishap is None
+    assert not found(stored(weights(), "mxfp4-ocp"), weights()).blank
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_unrelated_data_is_not_explained(name) -> None:
+    x = weights(9)
+    noise = np.random.default_rng(1).integers(0, 256, stored(x, name).codes.shape, np.uint8)
+    requantized = fp4kit.quantize(fp4kit.quantize(x, "mxfp4-torchao-ceil").dequantize(BF16), name)
+    scaled = (x.astype(np.float32) * np.float32(1.01)).astype(BF16)
+    for layer in (
+        stored(weights(10), name),
+        stored(scaled, name),
+        stored(x, name, codes=noise),
+        StoredLayer(requantized.packed, requantized.block_scale, requantized.tensor_scale, RECIPES[name]),
+    ):
+        e = found(layer, x, heads=(HEADS,), other=weights(11))
+        assert e.recipe is None and e.mishap is None and not e.recipes
+        assert e.sentence.startswith("nothing explains these bytes: nearest is ") and "% of bytes" in e.sentence
+
+
+@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("part", ["codes", "block_scale"])
+def test_one_changed_byte_anywhere(name, part) -> None:
+    x = weights(12, (160, 2048))
+    layer = stored(x, name)
+    changed = getattr(layer, part).copy()
+    changed[70, -1] ^= 1
+    e = found(replace(layer, **{part: changed}), x)
+    assert e.recipe is None and e.codes_equal + e.scales_equal == e.total - 1
+    assert "with 99.99% of bytes" in e.sentence
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_changed_scales_are_not_those_of_other_blocks(name) -> None:
+    x = weights(12)
+    layer = stored(x, name)
+    changed = layer.block_scale.copy()
+    changed[7, :2] = changed.max() + 1
+    e = found(replace(layer, block_scale=changed), x)
+    assert e.recipe is None and e.total - 2 <= e.codes_equal + e.scales_equal < e.total
+
+
+def test_several_kinds_of_permuted_blocks() -> None:
+    x = weights(13)
+    layer = stored(x, "nvfp4-te")
+    assert_found(found(other_rows_scales(layer), x), "nvfp4-te", "block scales are those of other blocks")
+    assert_found(found(turned_blocks(layer), x), "nvfp4-te", "blocks, codes and scales, are in other places of their rows")
+    both = found(tensor(turned_blocks(layer), "inverted"), x).mishap
+    assert both == f"blocks, codes and scales, are in other places of their rows; {TENSOR['inverted']}"
+    both = found(tensor(other_blocks(layer), "inverted"), x).mishap
+    assert both == f"block scales are those of other blocks of the same row; {TENSOR['inverted']}"
+    rows = turned_blocks(layer)
+    rows = replace(rows, codes=np.roll(rows.codes, 8), block_scale=np.roll(rows.block_scale, 1))
+    assert_found(found(rows, x), "nvfp4-te", "blocks, codes and scales, are in other places")
+
+
+def test_any_order_of_rows() -> None:
+    for name in ("nvfp4-te", "mxfp8-te"):
+        x = weights(14)
+        x[5] = 0
+        assert_found(found(order(stored(x, name), "random"), x), name, "rows are permuted")
+        unnamed = found(order(stored(x, name), "rotary"), x)  # whose heads were not told
+        assert_found(unnamed, name, "rows are in GGUF's and Meta's rotary order of q and k (4 heads)")
+
+
+def test_the_other_half_of_a_pair() -> None:
+    gate, up = weights(15), weights(16)
+    for name in ("nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d"):
+        amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[name].tensor_rule else None
+        both = fp4kit.quantize(np.concatenate([gate, up]), name, tensor_amax=amax)
+        whole = StoredLayer(both.packed, both.block_scale, both.tensor_scale, RECIPES[name])
+        for rows, mishap in (
+            (np.arange(64, 128), "holds the other half of its pair: gate and up are exchanged"),
+            (np.arange(128).reshape(2, -1).T.ravel()[:64], "halves of the rows (gate and up) are interleaved"),
+            (np.arange(0, 128, 2), "interleaved rows (gate and up) are stacked"),
+        ):
+            assert_found(found(moved(whole, rows), gate, other=up), name, mishap)
+        rest = moved(whole, np.arange(1, 128, 2))
+        assert_found(found(rest, up, other=gate, second=True), name, "interleaved rows (gate and up) are stacked")
+
+
+def test_an_amax_of_a_group() -> None:
+    """Known or implied; where the tensor scale is wrong, it must be known."""
+    x = weights(17)
+    for name in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors"):
+        amax = np.float32(1.3359375)
+        q = fp4kit.quantize(x, name, tensor_amax=amax)
+        layer = StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name])
+        for options in ({}, {"amaxes": (amax,)}):
+            assert found(layer, x, **options).mishap is None
+        assert_found(found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is dropped (1), needs ")
+        assert found(tensor(layer, "dropped"), x).recipe is None
+        assert_found(found(tensor(layer, "inverted"), x), name, TENSOR["inverted"])
+        mlx = replace(layer, tensor_scale=amax)
+        assert_found(found(mlx, x, amaxes=(amax,)), name, "tensor scale is the amax, as MLX stores it, needs ")
+        other = replace(layer, tensor_scale=q.tensor_scale * np.float32(4))
+        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale is wrong, needs ")
+
+
+def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
+    x = weights(18)
+    layer = stored(x, "nvfp4-modelopt")
+    for ulps in (-2, -1, 1, 2):
+        scale = (np.asarray(layer.tensor_scale).view(np.int32) + ulps).view(np.float32)
+        assert found(replace(layer, tensor_scale=scale), x).mishap is None
+    right = np.asarray(layer.tensor_scale)
+    off = (right.view(np.int32) + 3).view(np.float32)
+    assert tensor_mishap(off, right, None) == f"tensor scale is wrong, needs {right:.9g}, not {off:.9g}"
+    assert near(np.float32(np.nan), np.float32(np.nan)) and not near(np.float32(1), np.float32(np.nan))
+
+
+def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
+    """In the sample, or beyond it."""
+    x = weights(22, (320, 2048))
+    layer = stored(x, "nvfp4-te-rowscaled")
+    for row in (0, 170):
+        wrong = layer.tensor_scale.copy()
+        wrong[row] *= 2
+        assert_found(found(replace(layer, tensor_scale=wrong), x), "nvfp4-te-rowscaled", "tensor scale is wrong")
+
+
+def test_a_tensor_scale_where_the_recipe_has_none() -> None:
+    assert tensor_mishap(np.float32(1), None, None) is None and tensor_mishap(None, None, None) is None
+    assert tensor_mishap(np.float32(2), None, None) == "tensor scale is wrong, needs none, not 2"
+
+
+def test_stochastic_rounding_and_transforms_are_told() -> None:
+    x = weights(19)
+    q = fp4kit.quantize(x, "mxfp4-ocp", rounding="stochastic", seed=1)
+    e = found(StoredLayer(q.packed, q.block_scale, None, q.recipe), x)
+    assert e.recipe is None and "stochastic: scales equal" in e.sentence
+    q = fp4kit.quantize(x, "nvfp4-te", hadamard=True)
+    assert "Hadamard-transformed: " in found(StoredLayer(q.packed, q.block_scale, q.tensor_scale, q.recipe), x).sentence
+
+
+FAULTS = [None, *PACKED, *ANY]
+
+
+@given(
+    st.sampled_from(TESTED), st.integers(1, 70), st.integers(1, 7), st.sampled_from(FAULTS), st.integers(0, 2**32), st.booleans()
+)
+def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
+    """What is injected is explained by the recipe; a mishap is named where bytes changed, and none where none did."""
+    r = RECIPES[name]
+    x = weights(seed, (rows, blocks * r.block_size), BF16 if rounded else np.dtype(np.float32))
+    layer = stored(x, name)
+    if fault is not None:
+        inject, _ = (PACKED | ANY)[fault]
+        if fault in PACKED and not r.is_packed:
+            return
+        try:
+            changed = inject(layer)
+        except (IndexError, ValueError, ZeroDivisionError):  # not at this size
+            return
+        if changed.codes.shape[0] == 0 or changed.codes.size != layer.codes.size:
+            return
+    else:
+        changed = layer
+    e = found(changed, x, heads=(HEADS,))
+    assert name in e.recipes, e
+    same = np.array_equal(changed.codes, layer.codes) and np.array_equal(changed.block_scale.ravel(), layer.block_scale.ravel())
+    if same and changed.scale_layout == "linear":
+        assert e.mishap is None
+    elif changed.scale_layout == "linear" and fault != "cut":
+        assert e.mishap is not None
+
+
+def test_scales_read_as_another_layout() -> None:
+    x = weights(20, (384, 1024))
+    layer = stored(x, "mxfp4-ocp")
+    shape = layer.block_scale.shape
+    for was, read in (("linear", "swizzled_128x4"), ("swizzled_8x4", "swizzled_128x4"), ("swizzled_128x4", "swizzled_8x4")):
+        bytes_ = unswizzle_scales(swizzle_scales(layer.block_scale, was), read, shape)
+        e = found(replace(layer, block_scale=bytes_), x)
+        assert_found(e, "mxfp4-ocp", f"block scales were {was} and read as {read}")
+    shuffled = replace(layer, block_scale=layer.block_scale[shuffle_rows(384, 64)])
+    assert_found(found(shuffled, x), "mxfp4-ocp", "rows of block scales are shuffled for FlashInfer (epilogue tile 64)")
+
+
+def test_orders_of_rows_are_distinct_and_permutations() -> None:
+    for rows in (1, 2, 6, 32, 96):
+        orders = row_orders(rows, (1, 2, 4))
+        assert orders[0].mishap is None and np.array_equal(orders[0].source, np.arange(rows))
+        assert len({o.source.tobytes() for o in orders}) == len(orders)
+        assert all(np.array_equal(np.sort(o.source), np.arange(rows)) for o in orders)
+    assert name_of_rows(np.arange(4)[::-1]) == "rows are permuted"
+    assert [o.mishap for o in code_orders(RECIPES["mxfp8-te"], 64)] == [None]
+
+
+def test_shapes_that_no_reading_fits() -> None:
+    e = explain(stored(weights(), "mxfp4-ocp"), weights(0, (32, 192)))
+    assert e.sentence == "nothing explains these bytes: codes are of shape (64, 192) and the source of (32, 192)"
+
+
+FP8 = RECIPES["fp8-modelopt"]
+NO_LAYERS = (
+    ({"codes": np.zeros((2, 8), np.int8)}, TypeError, "codes are int8; needs uint8 of their bits; use codes.view(np.uint8)"),
+    ({"codes": np.zeros(8, np.uint8)}, ValueError, "codes have shape (8,); needs (rows, bytes); pass one layer of a stack"),
+    ({"recipe": FP8}, ValueError, "fp8-modelopt has no block scales; needs a block format; use fp4kit.identify"),
+)
+
+
+@pytest.mark.parametrize("fields, kind, message", NO_LAYERS)
+def test_layers_that_are_none(fields, kind, message) -> None:
+    with pytest.raises(kind, match=re.escape(f"identify: {message}")):
+        stored(weights(), "mxfp4-ocp", **fields)
+
+
+def test_sources_that_are_none() -> None:
+    layer = stored(weights(), "mxfp4-ocp")
+    with pytest.raises(ValueError, match=r"identify: x has shape \(4,\); needs \(N, K\), the source of one layer"):
+        explain(layer, np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match="identify: x is float64; needs float32, float16 or bfloat16, what the"):
+        explain(layer, np.zeros((64, 192)))
+
+
+def test_memory_is_bounded() -> None:
+    """Beyond the arrays that came: chunks, not the layer."""
+    x = weights(21, (4096, 4096))
+    layer = nibbles(stored(x, "mxfp4-ocp"))
+    tracemalloc.start()
+    e = explain(layer, x)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert e.mishap == "nibbles are swapped" and peak < 100e6
