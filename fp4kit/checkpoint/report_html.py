@@ -11,7 +11,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +33,7 @@ def write_report(report: VerifyReport, path: str | Path) -> None:
 
 def page(report: VerifyReport) -> str:
     """Return the page; equal reports give equal pages."""
-    style, script = (resources.files("fp4kit.checkpoint").joinpath(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = f"fp4kit verify: {report.path.name}"
     parts = [_head(report), _issues(report), *_charts(report), _table(report)]

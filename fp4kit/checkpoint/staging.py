@@ -10,7 +10,6 @@ import errno
 import os
 import shlex
 import shutil
-import signal
 import stat
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -204,7 +203,13 @@ def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]
                 _remove(partial)
         raise
     finally:
-        os.close(lock)
+        try:
+            _tidy(destination)
+        except BaseException:  # a signal, perhaps between the two
+            _tidy(destination)
+            raise
+        finally:
+            os.close(lock)
     sync_directory(destination.parent)
 
 
@@ -217,24 +222,15 @@ def _publish(stage: Stage, destination: Path) -> None:
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
     _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
-    with _signals_later():
-        os.rename(partial, destination)
-        stage.published = True
-        for name in (JOURNAL, LOCK):  # not before: another run could take the directory for its own
+    os.rename(partial, destination)
+    stage.published = True
+
+
+def _tidy(destination: Path) -> None:
+    """Remove what a run needed, of a directory that has got its name. Not before: another run could take it for its own."""
+    if is_published(destination):
+        for name in (JOURNAL, LOCK):
             (destination / name).unlink(missing_ok=True)
-
-
-@contextmanager
-def _signals_later() -> Iterator[None]:
-    """Signals that would end the process come after what is in the with statement."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _locked(partial: Path, destination: Path) -> int:

@@ -137,6 +137,7 @@ class Late:
 execute = convert.execute
 def replaced(*arguments):
     Late()
+    time.sleep(2)  # the signal comes again before that
     return execute(*arguments)
 convert.execute = replaced
 """
