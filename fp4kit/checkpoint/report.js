@@ -1,7 +1,11 @@
 "use strict";
-// Sorts the table of layers by a column, and shows the rows whose text holds what is typed.
+// Sorts the table of layers by a column, and shows the rows whose text holds what is typed. Browsers take long for tables of ten
+// thousands of rows, so that the page has the first of them alone; the others are kept here.
+const MOST = 1000;
+const words = new Intl.Collator("en", { numeric: true });
 const table = document.getElementById("layers");
-const shownRows = document.getElementById("shown");
+const input = document.getElementById("filter");
+let rows = [];
 
 function keyOf(row, column) {
   const cell = row.cells[column];
@@ -9,7 +13,7 @@ function keyOf(row, column) {
 }
 
 function order(a, b) {
-  if (typeof a === "string") return a.localeCompare(b, "en", { numeric: true });
+  if (typeof a === "string") return words.compare(a, b);
   if (Number.isNaN(a) || Number.isNaN(b)) return Number.isNaN(a) - Number.isNaN(b);
   return a < b ? -1 : a > b ? 1 : 0;
 }
@@ -18,23 +22,25 @@ function sortBy(header) {
   const descending = header.getAttribute("aria-sort") === "ascending";
   for (const other of header.parentNode.cells) other.removeAttribute("aria-sort");
   header.setAttribute("aria-sort", descending ? "descending" : "ascending");
-  const keyed = Array.from(table.tBodies[0].rows, (row) => [keyOf(row, header.cellIndex), row]);
+  const keyed = rows.map((row) => [keyOf(row, header.cellIndex), row]);
   keyed.sort(([a], [b]) => (descending ? order(b, a) : order(a, b)));
-  table.tBodies[0].append(...keyed.map(([, row]) => row));
+  rows = keyed.map(([, row]) => row);
+  show();
 }
 
-function filter(text) {
-  const wanted = text.toLowerCase();
-  let count = 0;
-  for (const row of table.tBodies[0].rows) {
-    row.hidden = !row.textContent.toLowerCase().includes(wanted);
-    count += !row.hidden;
-  }
-  shownRows.textContent = `${count} of ${table.tBodies[0].rows.length} layers`;
+function show() {
+  const wanted = input.value.toLowerCase();
+  const found = rows.filter((row) => row.textContent.toLowerCase().includes(wanted));
+  const body = document.createElement("tbody");
+  body.append(...found.slice(0, MOST).map((row) => row.cloneNode(true)));
+  table.tBodies[0].replaceWith(body);
+  const more = found.length > MOST ? `, of which the first ${MOST} are shown` : "";
+  document.getElementById("shown").textContent = `${found.length} of ${rows.length} layers${more}`;
 }
 
 if (table) {
+  rows = Array.from(table.tBodies[0].querySelectorAll("tr"));
   for (const header of table.tHead.rows[0].cells) header.firstElementChild.addEventListener("click", () => sortBy(header));
-  document.getElementById("filter").addEventListener("input", (event) => filter(event.target.value));
-  filter("");
+  input.addEventListener("input", show);
+  show();
 }

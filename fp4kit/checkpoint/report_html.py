@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,11 +112,8 @@ def _points(layers: Iterable[LayerReport]) -> list[_Point]:
 
 def _common_start(names: Iterable[str]) -> int:
     """Characters of the dotted parts with which all names begin, but for the last part."""
-    parts = [name.split(".")[:-1] for name in names]
-    alike = 0
-    while all(len(each) > alike and each[alike] == parts[0][alike] for each in parts):
-        alike += 1
-    return sum(len(part) + 1 for part in parts[0][:alike]) if parts else 0
+    levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _share(count: int, of: int) -> float:

@@ -89,9 +89,10 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have it."""
-    if is_deepseek_v4(config) and form.kind == DEEPSEEK_V4_NVFP4.kind:
-        return DEEPSEEK_V4_NVFP4.name
     declared = config.get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
+        return DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
     if algo in ("NVFP4", "W4A16_NVFP4"):
         return container_id(form, algo == "NVFP4")
@@ -134,7 +135,5 @@ def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:
         found[issue.severity, issue.loader, issue.text].append(issue)
-    return [
-        (replace(alike[0], count=sum(issue.count for issue in alike)), [issue.subject for issue in alike])
-        for alike in found.values()
-    ]
+    sums = (replace(alike[0], count=sum(issue.count for issue in alike)) for alike in found.values())
+    return [(issue, [one.subject for one in alike]) for issue, alike in zip(sums, found.values(), strict=True)]

@@ -268,7 +268,8 @@ def _report(
     order = dict.fromkeys(check.stored.name for check in prepared.checks)
     with Readers() as readers:
         layers = tuple(_layer(of_layer[name], readers) for name in order)
-    issues = [Issue("error", subject, text) for subject, _, text in (line.rpartition(": ") for line in told or ())]
+    parts = (line.rpartition(": ") for line in told or ())
+    issues = [Issue("error", name, text) for name, _, text in parts]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]

@@ -1,0 +1,202 @@
+"""The page of a verification, in a real browser: it asks for nothing, runs nothing but its own script, and its table works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import synthetic
+from browser import Page, binary, browser
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.report_html import _ticks, page, write_report
+from fp4kit.checkpoint.soundness import Issue
+from fp4kit.checkpoint.verify import VerifyReport, verify
+from fp4kit.cli import main
+
+EVIL = '<img src=x onerror="alert(1)"></script><script>document.title="taken"</script>\u202e&amp;\'\x1b[31m'
+needs_browser = pytest.mark.skipif(binary() is None, reason="needs chromium: apt-get install -y chromium")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> VerifyReport:
+    """Of a small model with experts of zeros."""
+    root = tmp_path_factory.mktemp("model")
+    synthetic.moe(root / "m")
+    convert(root / "m", root / "out")
+    return verify(root / "out", root / "m")
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
+    """Open the page of a report; nothing is wrong with it, and it asks for nothing but itself."""
+    write_report(report, folder / "page.html")
+    tab.open((folder / "page.html").as_uri())
+    asked = [event["request"]["url"] for event in tab.told("Network.requestWillBeSent")]
+    assert asked == [(folder / "page.html").as_uri()]
+    assert not tab.told("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening")
+
+
+def cells(tab: Page, column: int) -> list[str]:
+    rows = "Array.from(document.querySelectorAll('#layers tbody tr'))"
+    found: list[str] = tab.run(f"{rows}.map((row) => row.cells[{column}].textContent)")
+    return found
+
+
+def click(tab: Page, column: int) -> None:
+    tab.run(f"document.querySelectorAll('#layers th button')[{column}].click()")
+
+
+@needs_browser
+def test_the_table_has_every_layer_and_sorts(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    shown(tab, tmp_path, report)
+    names = [layer.name for layer in report.layers]
+    assert cells(tab, 0) == names and tab.run("document.getElementById('shown').textContent") == "23 of 23 layers"
+    click(tab, 3)
+    by_sqnr = [float(text) for text in cells(tab, 3)]
+    assert by_sqnr == sorted(by_sqnr) and by_sqnr[-1] == math.inf and cells(tab, 0) != names
+    click(tab, 3)
+    assert [float(text) for text in cells(tab, 3)] == sorted(by_sqnr, reverse=True)
+    assert tab.run("document.querySelectorAll('th[aria-sort]').length") == 1
+    click(tab, 0)
+    assert cells(tab, 0) == sorted(names)
+    click(tab, 2)
+    sizes = [math.prod(map(int, text.split("×"))) for text in cells(tab, 2)]
+    assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
+
+
+@needs_browser
+def test_numbers_in_names_sort_as_numbers_and_unknown_values_come_last(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    first = report.layers[0]
+    layers = tuple(replace(first, name=f"layers.{i}.x", tensor_scale=scale) for i, scale in ((10, None), (2, 3e-5), (1, 2e-5)))
+    shown(tab, tmp_path, replace(report, layers=layers))
+    click(tab, 0)
+    assert cells(tab, 0) == ["layers.1.x", "layers.2.x", "layers.10.x"]
+    click(tab, 9)
+    assert cells(tab, 9) == ["2e-05", "3e-05", "-"]
+
+
+@needs_browser
+def test_filter(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    shown(tab, tmp_path, report)
+    tab.run("const box = document.getElementById('filter'); box.value = 'EXPERTS.1'; box.dispatchEvent(new Event('input'))")
+    assert cells(tab, 0) == [layer.name for layer in report.layers if "experts.1." in layer.name]
+    assert tab.run("document.getElementById('shown').textContent") == "3 of 23 layers"
+
+
+@needs_browser
+def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    """A point for each kind of layer in each layer, inside of the picture, higher where the value is."""
+    shown(tab, tmp_path, report)
+    parts = [layer.name.split(".") for layer in report.layers]
+    kinds = {(each[2], ".".join(part for part in each if not part.isdigit())) for each in parts}
+    for chart in ("sqnr", "saturated", "zero"):
+        circles = f"Array.from(document.querySelectorAll('#chart-{chart} circle'))"
+        assert tab.run(f"{circles}.length") == len(kinds)
+        box = f"document.querySelector('#chart-{chart} svg').getBoundingClientRect()"
+        assert (tab.run(f"{box}.width"), tab.run(f"{box}.height")) == (900, 220)
+        points = tab.run(f"{circles}.map((c) => [+c.getAttribute('cy'), c.textContent])")
+        assert all(0 <= y <= 220 for y, _ in points)
+        values = [(y, float(text.rpartition(" ")[2])) for y, text in points]
+        assert [v for _, v in sorted(values, key=lambda pair: (-pair[0], pair[1]))] == sorted(v for _, v in values)
+    assert tab.run("document.querySelectorAll('.legend li').length") == len({kind for _, kind in kinds})
+    colours = [tab.run(f"getComputedStyle({place}).color") for place in ("document.getElementById('verdict')", "document.body")]
+    assert colours[0] != colours[1]  # the style is applied
+
+
+@needs_browser
+def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    """Names, formats and findings that look like HTML are shown, and nothing of them runs."""
+    layer = replace(report.layers[0], name=f"model.layers.0.{EVIL}", format=EVIL)
+    issues = (Issue("error", EVIL, EVIL, EVIL),)
+    shown(tab, tmp_path, replace(report, layers=(layer,), issues=issues, path=Path(EVIL.replace("/", "")), formats=(EVIL,)))
+    assert (tab.run("document.images.length"), tab.run("document.scripts.length")) == (0, 1)
+    text = EVIL.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
+    assert cells(tab, 0) == [f"model.layers.0.{text}"] and cells(tab, 1) == [text]
+    assert tab.run("document.title").startswith("fp4kit verify: <img")
+    assert tab.run("document.querySelector('#issues tbody').rows[0].cells[3].textContent") == text
+    assert tab.run("document.querySelector('.legend li').textContent") == text.rpartition(".")[2]
+
+
+@needs_browser
+def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    """If something of a name got into the page after all, the browser would not run it."""
+    text = page(report).replace("</body>", "<script>document.title = 'taken'</script><img src='https://example.com/x.png'></body>")
+    (tmp_path / "page.html").write_text(text)
+    tab.open((tmp_path / "page.html").as_uri())
+    assert tab.run("document.title") != "taken"
+    assert len(tab.told("Log.entryAdded")) == 2  # the script and the picture
+
+
+@needs_browser
+def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    """18,432 layers of experts: the table sorts in less than 5 s, and charts have few points."""
+    first = report.layers[0]
+    names = [f"model.layers.{i}.mlp.experts.{e}.{x}_proj" for i in range(48) for e in range(128) for x in ("gate", "up", "down")]
+    shown(tab, tmp_path, replace(report, layers=tuple(replace(first, name=name) for name in names)))
+    assert tab.run("document.getElementById('shown').textContent") == "18432 of 18432 layers, of which the first 1000 are shown"
+    in_order = sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".")])
+    start = tab.run("performance.now()")
+    click(tab, 0)
+    assert tab.run("document.body.offsetHeight && performance.now()") - start < 5000
+    assert cells(tab, 0) == in_order[:1000]
+    assert tab.run("document.querySelectorAll('#chart-sqnr circle').length") == 48 * 3
+
+
+class _Links(HTMLParser):
+    """Everything that could lead elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        wanted = ("src", "href", "srcset", "action", "data", "style", "background")
+        self.found += [(tag, name) for name, _ in attributes if name in wanted or name.startswith("on")]
+
+
+def test_the_page_refers_to_nothing(report: VerifyReport) -> None:
+    text, links = page(report), _Links()
+    links.feed(text)
+    assert not links.found
+    assert [word for word in ("url(", "@import", "http:", "https:", "import(", "fetch(", "innerHTML") if word in text] == []
+    assert (page(report) == text) is True and text.startswith("<!DOCTYPE html>")
+
+
+def test_the_page_without_a_source_without_layers_and_with_infinities(tmp_path: Path, report: VerifyReport) -> None:
+    alone = verify(report.path)
+    assert "chart-largest" in page(alone) and "chart-sqnr" not in page(alone)
+    nothing = page(replace(report, layers=(), issues=(), formats=()))
+    assert "<table" not in nothing and "<svg" not in nothing and "0 errors, 0 warnings" in nothing
+    layer = next(layer for layer in report.layers if layer.tally.sqnr_db == math.inf)
+    only = page(replace(report, layers=(replace(layer, name="layers.7.x", tensor_scale=math.nan),)))
+    assert 'data-value="Infinity">inf<' in only and 'data-value="NaN">nan<' in only and "x 7: inf" in only
+
+
+RANGES = [[], [0.0], [5.0], [-3.5], [20.28, 20.62], [0.0, 100.0], [1e-9, 2e-9], [-120.0, 3.0, 1e6], [1e30]]
+
+
+@pytest.mark.parametrize("values", RANGES)
+def test_ticks_are_round_and_around_all_values(values: list[float]) -> None:
+    ticks = _ticks(values)
+    assert 2 <= len(ticks) <= 8 and all(ticks[0] <= value <= ticks[-1] for value in values)
+    steps = np.diff(ticks)
+    assert np.allclose(steps, steps[0]) and f"{steps[0]:.0e}"[0] in "125"
+
+
+def test_the_command_writes_the_page(tmp_path: Path, report: VerifyReport, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "page.html"
+    target.write_text("old")
+    assert main(["verify", str(report.path), "--source", str(report.source), "--html", str(target), "--quiet"]) == 0
+    assert target.read_text() == page(report) and [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,419 @@
+"""Verification: a conversion is clean and wholly compared; every fault that is put in is found, and named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tracemalloc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import oracle
+import pytest
+import synthetic
+
+from fp4kit.checkpoint import Options, Wishes, convert
+from fp4kit.checkpoint.files import open_source
+from fp4kit.checkpoint.formats.container import (
+    CONTAINERS,
+    CT_NVFP4,
+    FP8_BLOCKS,
+    FP8_POWERS,
+    MODELOPT_MXFP8,
+    MODELOPT_NVFP4,
+    Container,
+)
+from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.manifest import MANIFEST
+from fp4kit.checkpoint.soundness import Issue, grouped
+from fp4kit.checkpoint.statistics import Tally, amax_and_nonfinite, sqnr_db, tally
+from fp4kit.checkpoint.verify import LayerReport, VerifyReport, prepare, verify
+from fp4kit.cli import main
+from fp4kit.formats import FLT_MAX
+from fp4kit.storage.errors import CheckpointError
+
+PAIRS = [("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors"),
+         ("mxfp8-te-2d", "modelopt"), ("mxfp8-te", "sglang-mxfp8")]  # fmt: skip
+SOURCES = {**synthetic.MODELS, **synthetic.QUANTIZED, "gpt_oss": synthetic.gpt_oss}
+ONES = [("gpt_oss", "mxfp4-ocp", "gpt-oss"), ("gpt_oss_mxfp4", "mxfp4-ocp", "bf16"), ("deepseek_v4", "nvfp4-te", "deepseek-v4"),
+        ("deepseek_fp8", "nvfp4-te", "bf16"), ("deepseek_fp8", "mxfp8-te", "modelopt"),
+        ("deepseek_v4", "mxfp4-ocp", "bf16")]  # fmt: skip
+
+
+def made(
+    root: Path, name: str = "dense", recipe: str = "nvfp4-te", format: str | None = "modelopt", **options: Any
+) -> tuple[Path, Path]:
+    """A converted model and its source."""
+    SOURCES[name](root / "m")
+    convert(root / "m", root / "out", recipe, format=format, **options)
+    return root / "out", root / "m"
+
+
+def errors(report: VerifyReport) -> list[Issue]:
+    return [issue for issue in report.issues if issue.severity == "error"]
+
+
+def poke(model: Path, name: str, at: int, change: Callable[[int], int]) -> None:
+    """Change one byte of a tensor."""
+    file, entry = open_source(model).tensors[name]
+    data = bytearray(file.path.read_bytes())
+    data[entry.start + at] = change(data[entry.start + at])
+    file.path.write_bytes(data)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a JSON file."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+@pytest.mark.parametrize("name", synthetic.MODELS)
+@pytest.mark.parametrize(("recipe", "format"), PAIRS)
+def test_conversions_are_clean_and_every_byte_is_compared(tmp_path: Path, name: str, recipe: str, format: str) -> None:
+    check_clean(*made(tmp_path, name, recipe, format))
+
+
+@pytest.mark.parametrize(("name", "recipe", "format"), ONES)
+def test_other_sources_and_targets_are_clean(
+    tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "refusal", lambda *pair: None)  # whether or not an engine is known to load them
+    check_clean(*made(tmp_path, name, recipe, format, requantize=True))
+
+
+def check_clean(model: Path, source: Path) -> None:
+    """No error, and each byte of each tensor was compared with what the source gives."""
+    report = verify(model, source)
+    assert report.clean and not errors(report) and report.manifest == "equal"
+    tensors = open_source(model).tensors
+    held = sum(entry.nbytes for _, entry in tensors.values())
+    copied = sum(stored.entry.nbytes for stored, _ in prepare(model, source).copies)
+    assert sum(layer.compared for layer in report.layers) + copied == held
+    assert all(layer.differing == 0 and layer.action for layer in report.layers)
+
+
+def naive(form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray) -> Tally:
+    """Element by element, as the docstring of Tally says."""
+    bits, (height, width) = form.element.bits, form.block
+    low, high = codes & 15, codes >> 4
+    all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
+    numbers = scales if form.scale is None else form.scale.values[scales]
+    facts: dict[str, float] = dict.fromkeys(Tally.__dataclass_fields__, 0)
+    facts |= {"elements": all_codes.size, "blocks": scales.size, "compared": x.size}
+    for (i, j), scale in np.ndenumerate(numbers):
+        block = np.s_[i * height : (i + 1) * height, j * width : (j + 1) * width]
+        part, source = all_codes[block], x[block].astype(np.float64)
+        values = form.element.values[part].astype(np.float64)
+        limit = abs(float(scale)) * float(form.element.max) * (1.0 if tensor_scale is None else abs(float(tensor_scale)))
+        with np.errstate(all="ignore"):
+            factor = np.float32(scale) if tensor_scale is None else np.float32(scale) * tensor_scale
+            decoded = (form.element.values[part] * factor).astype(np.float64)
+        largest = np.abs(values) == float(form.element.max)
+        zero = scale == 0 or not values.any()
+        facts["at_max"] += largest.sum()
+        facts["nan_codes"] += np.isnan(values).sum()
+        facts["nan_scales"] += not np.isfinite(scale)
+        facts["negative_scales"] += bool(scale < 0)
+        least = 2.0**-6 if form.scale is not None and form.scale.mantissa_bits else 2.0**-126
+        facts["subnormal_scales"] += bool(0 < abs(scale) < least)
+        facts["zero_blocks"] += zero
+        facts["zero_scales"] += bool(scale == 0 and values.any())
+        facts["flushed_blocks"] += bool(zero and (source != 0).any())
+        facts["saturated"] += (largest & (np.abs(source) > limit)).sum()
+        usable = np.isfinite(source)
+        facts["nonfinite"] += (~usable).sum()
+        facts["signal"] += (source[usable] ** 2).sum()
+        rest = decoded[usable] - source[usable]
+        facts["noise"] += (rest**2).sum() if np.isfinite(rest).all() else np.inf
+    return Tally(**{name: type(getattr(Tally(), name))(value) for name, value in facts.items()})
+
+
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, float(FLT_MAX), -float(FLT_MAX), np.inf, -np.inf, np.nan, 6.0, 448.0]
+DRAWN = (MODELOPT_NVFP4, CT_NVFP4, MODELOPT_MXFP8, FP8_BLOCKS, FP8_POWERS, *(f for f in CONTAINERS if f.kind == "mxfp4"))
+
+
+@pytest.mark.parametrize("form", DRAWN, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any bytes as codes and scales, any values; chunks of rows do not show."""
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.decode"), "CHUNK_ELEMENTS", 7 * 96)
+    rng = np.random.default_rng(CONTAINERS.index(form))
+    for case in range(12):
+        rows, columns = int(rng.integers(1, 300)), int(rng.integers(1, 6)) * 32
+        if form.block[0] > 1:
+            columns -= int(rng.integers(0, 31))
+        codes, scales, scale, x = draw(rng, form, rows, columns, case)
+        with np.errstate(all="ignore"):
+            found, wanted = tally(form, codes, scales, scale, x.astype(dtype)), naive(form, codes, scales, scale, x.astype(dtype))
+        sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise")}
+        for a, b in sums.values():
+            assert a == b or abs(a - b) <= 1e-9 * b
+        same = {name: 0.0 for name in sums}
+        assert Tally(**{**vars(found), **same}) == Tally(**{**vars(wanted), **same})
+        held = tally(form, codes, scales, scale)
+        assert (held.compared, held.sqnr_db, held.zero_blocks) == (0, None, found.zero_blocks)
+
+
+def draw(
+    rng: np.random.Generator, form: Container, rows: int, columns: int, case: int
+) -> tuple[npt.NDArray[np.uint8], np.ndarray, np.float32 | None, npt.NDArray[np.float32]]:
+    """Codes, scales, tensor scale and values; some blocks of zeros, some scales that are special."""
+    codes = rng.integers(0, 256, (rows, columns * form.element.bits // 8)).astype(np.uint8)
+    codes[rng.random(codes.shape) < (0.9 if case % 2 else 0.2)] = 0x80 if case % 3 else 0
+    if form.element.bits == 8 and case % 4:
+        codes[(codes & 0x7F) == 0x7F] = 0x7E
+    shape = (-(-rows // form.block[0]), -(-columns // form.block[1]))
+    scales = rng.integers(0, 256 if case % 2 else 127, shape).astype(np.uint8)
+    numbers = rng.choice(np.array([*SPECIAL, 1, 0.1], np.float32), shape)
+    x = (rng.standard_normal((rows, columns)) * 2.0 ** rng.integers(-20, 20)).astype(np.float32)
+    x[rng.random(x.shape) < 0.1] = rng.choice(np.array(SPECIAL[: 6 if case % 2 else None], np.float32))
+    tensor_scale = np.float32(2.0 ** rng.integers(-30, 10) * 1.1) if form.has_tensor_scale else None
+    return codes, numbers if form.scale is None else scales, tensor_scale, x
+
+
+def test_tally_exhausts_bytes_and_scales() -> None:
+    """Every byte of codes under every scale, for each container of 1-D blocks."""
+    for form in DRAWN:
+        if form.block[0] > 1:
+            continue
+        width = form.group_size * form.element.bits // 8
+        codes = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 256 * width, axis=1)
+        scales = np.repeat(np.arange(256, dtype=np.uint8)[None], 256, axis=0)
+        found = tally(form, codes, scales, None)
+        values, numbers = form.element.values, form.scale.values if form.scale else None
+        assert numbers is not None
+        empty = 4 if form.element.bits == 4 else 2  # bytes of zeros of either sign
+        zeros = int((numbers == 0).sum())
+        assert found.zero_blocks == empty * 256 + zeros * (256 - empty) and found.zero_scales == zeros * (256 - empty)
+        assert found.nan_scales == 256 * int(np.isnan(numbers).sum())
+        assert found.nan_codes == int(np.isnan(values).sum()) * 256 * form.group_size * (form.element.bits == 8)
+
+
+def test_sqnr() -> None:
+    assert sqnr_db(100.0, 1.0) == 20.0
+    assert sqnr_db(0.0, 0.0) == sqnr_db(1.0, 0.0) == np.inf
+    assert sqnr_db(0.0, 1.0) == sqnr_db(1.0, np.inf) == -np.inf
+    assert Tally().sqnr_db is None and Tally(compared=1, signal=1e3, noise=1.0).sqnr_db == pytest.approx(30)
+
+
+def test_amax_and_nonfinite() -> None:
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        x = np.array([[-3, 1, -0.0], [np.nan, np.inf, -np.inf]], np.float32).astype(dtype)
+        assert amax_and_nonfinite(x[:1]) == (3.0, 0)
+        assert amax_and_nonfinite(x)[1] == 3
+        assert amax_and_nonfinite(np.zeros((1, 4), dtype)) == (0.0, 0)
+
+
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+NORM = "model.norm.weight"
+DECLARED = "quantization_config"
+
+
+def declare(model: Path, **changes: object) -> None:
+    edit(model / "config.json", lambda config: config[DECLARED].update(changes))
+
+
+def exclude(model: Path, *names: str) -> None:
+    declare(model, ignore=list(names))
+    edit(model / "hf_quant_config.json", lambda config: config["quantization"].update(exclude_modules=list(names)))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "code": (lambda m: poke(m, f"{Q}.weight", 5, lambda b: b ^ 1), Q, "codes that differ from what nvfp4-te makes of the source"),
+    "scale": (lambda m: poke(m, f"{Q}.weight_scale", 0, lambda b: b ^ 1), Q, "bytes of block scales that differ"),
+    "NaN scale": (lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: 0x7F), Q, "block scales that are NaN or infinite: 1"),
+    "negative scale": (lambda m: poke(m, f"{Q}.weight_scale", 3, lambda b: b | 0x80), Q, "block scales that are negative"),
+    "tensor scale": (lambda m: poke(m, f"{Q}.weight_scale_2", 2, lambda b: b ^ 1), Q, "bytes of tensor scales, input scales or"),
+    "copied": (lambda m: poke(m, NORM, 0, lambda b: b ^ 1), NORM, "a copied tensor that differ from the source: 1"),
+    "file": (lambda m: (m / "extra.txt").write_text("x"), "extra.txt", "was not written by the conversion"),
+    "lost file": (lambda m: (m / "tokenizer_config.json").unlink(), "tokenizer_config.json", "is missing"),
+    "list": (lambda m: exclude(m, Q), "model.layers.0.self_attn.qkv_proj", "exclude all or none"),
+    "list of junk": (lambda m: declare(m, ignore=[7]), "config.json", "a list of names is needed"),
+    "method": (lambda m: declare(m, quant_method="fp8"), "config.json", "quant_method"),
+    "algorithm": (lambda m: declare(m, quant_algo="NVFP4"), Q, "input_scale is missing"),
+    "undeclared": (lambda m: edit(m / "config.json", lambda config: config.pop(DECLARED)), "config.json", "quant_method is ''"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(tmp_path: Path, fault: str) -> None:
+    model, source = made(tmp_path)
+    inject, subject, text = FAULTS[fault]
+    inject(model)
+    report = verify(model, source, "nvfp4-te")
+    found = [issue for issue in errors(report) if issue.subject == subject and text in issue.sentence]
+    assert found, grouped(report.issues)
+    assert not report.clean and main(["verify", str(model), "--source", str(source), "--quiet"]) == 1
+
+
+def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: Path) -> None:
+    model, _ = made(tmp_path)
+    poke(model, f"{K}.weight_scale_2", 3, lambda b: b + 1)
+    found = [issue for issue in errors(verify(model)) if "differs" in issue.text and issue.loader]
+    assert [issue.loader.partition(" ")[0] for issue in found] == ["vLLM"]
+    assert "(q_proj|k_proj|v_proj)" in found[0].subject and "the largest is used for all" in found[0].text
+
+
+def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
+    model, source = made(tmp_path, "moe", "nvfp4-te", "compressed-tensors")
+    report = verify(model, source)
+    texts = [(issue.loader, issue.text) for issue in report.issues]
+    assert report.clean and any(loader.startswith("transformers") and "global scale" in text for loader, text in texts)
+
+
+def test_tensors_of_one_side(tmp_path: Path) -> None:
+    """A layer that was added to the source, one that was taken away, one of another shape or dtype."""
+    model, source = made(tmp_path)
+    tensors = dict(oracle.arrays(oracle.load(source)))
+    shutil.rmtree(source)
+    tensors["model.more.weight"] = tensors.pop("model.norm.weight")
+    tensors[f"{Q}.weight"] = tensors[f"{Q}.weight"][:32]
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].astype(np.float32)
+    synthetic.write_model(source, {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
+    found = {issue.subject: issue.text for issue in errors(verify(model, source))}
+    assert found["model.more.weight"] == "is in the source, and not here"
+    assert found["model.norm.weight"] == found[Q] == "is not in the source"
+    assert found["model.embed_tokens.weight"] == "is BF16 [128, 64]; the source has F32 [128, 64]"
+    assert any("is not the file of the source" in issue.text for issue in verify(model, source).issues)
+
+
+def test_recipe(tmp_path: Path) -> None:
+    """The recorded one, or the user's; without either, values are still counted."""
+    model, source = made(tmp_path)
+    assert verify(model, source).recipe == "nvfp4-te"
+    assert not verify(model, source, "nvfp4-modelopt").clean
+    other = [issue.text for issue in verify(model, source, "mxfp4-ocp").issues]
+    assert any("mxfp4-ocp has no place in modelopt NVFP4; say --recipe" in text for text in other)
+    (model / MANIFEST).unlink()
+    assert verify(model, source).recipe == "nvfp4-te"
+    edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))
+    report = verify(model, source)
+    assert (report.recipe, report.manifest, report.clean) == (None, "none", True)
+    assert any("14 layers are not made anew: no recipe is recorded; say --recipe" == issue.text for issue in report.issues)
+    assert all(layer.compared == 0 and layer.tally.sqnr_db is not None and layer.tally.sqnr_db > 18 for layer in report.layers)
+    assert verify(model, source, "nvfp4-te").layers[0].compared
+
+
+JUNK: list[object] = [None, [], "", 7, {"recipe": ["x"]}, {"recipe": {"x": 1}, "input_scale": 10**400, "nonfinite": []}]
+
+
+@pytest.mark.parametrize("junk", JUNK)
+def test_junk_in_the_records_is_no_crash(tmp_path: Path, junk: object) -> None:
+    model, source = made(tmp_path)
+    edit(model / MANIFEST, lambda m: m.update(request=junk, source=junk))
+    edit(model / "config.json", lambda c: c["quantization_config"].update(fp4kit=junk, quant_algo=junk))
+    assert verify(model, source).manifest == "differs"
+
+
+def test_input_scale_and_nonfinite_values_as_they_were_asked_for(tmp_path: Path) -> None:
+    tensors = synthetic.dense(tmp_path / "m")
+    shutil.rmtree(tmp_path / "m")
+    tensors[f"{Q}.weight"][3, 5], tensors[f"{Q}.weight"][0, 0] = np.inf, np.nan
+    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3", "num_hidden_layers": 2}, tensors)
+    convert(tmp_path / "m", tmp_path / "out", "mxfp8-te", format="modelopt", nonfinite="saturate")
+    report = verify(tmp_path / "out", tmp_path / "m")
+    assert report.clean and any(issue.text.startswith("values of the source that are NaN") for issue in report.issues)
+    assert next(layer for layer in report.layers if layer.name == Q).tally.nonfinite == 2
+    convert(tmp_path / "m", tmp_path / "inputs", wishes=Wishes(keep=("*.self_attn.*",)), format="modelopt", input_scale=0.5)
+    report = verify(tmp_path / "inputs", tmp_path / "m")
+    assert report.clean and all(layer.others == (0, 8) for layer in report.layers)
+    poke(tmp_path / "inputs", "model.layers.0.mlp.up_proj.input_scale", 3, lambda b: b ^ 1)
+    assert [layer.others for layer in verify(tmp_path / "inputs", tmp_path / "m").layers if layer.differing] == [(1, 8)]
+
+
+def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, source = made(tmp_path, "fused", "nvfp4-te-2d", "compressed-tensors")
+    poke(model, "model.layers.0.mlp.experts.1.up_proj.weight_packed", 9, lambda b: b ^ 0x30)
+    whole, done = verify(model, source), [0]
+    assert verify(model, source, options=Options(workers=2)) == whole
+    with ThreadPoolExecutor(3) as executor:
+        assert verify(model, source, options=Options(executor=executor)) == whole
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.weights"), "SLAB_BYTES", 64)
+    counted = verify(model, source, options=Options(progress=lambda count: done.__setitem__(0, done[0] + count)))
+    assert done[0] == prepare(model, source).nbytes
+    assert [without_sums(layer) for layer in counted.layers] == [without_sums(layer) for layer in whole.layers]
+    assert counted.issues == whole.issues
+    assert [layer.tally.sqnr_db for layer in counted.layers] == pytest.approx([layer.tally.sqnr_db for layer in whole.layers])
+    assert [layer.name for layer in whole.layers if layer.differing] == ["model.layers.0.mlp.experts.1.up_proj"]
+
+
+def without_sums(layer: LayerReport) -> LayerReport:
+    """The order of sums is that of the slabs."""
+    return replace(layer, tally=replace(layer.tally, signal=0.0, noise=0.0))
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of 32 MiB is verified within a few slabs of memory."""
+    x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    synthetic.write_model(tmp_path / "m", {"num_hidden_layers": 1}, {"model.layers.0.mlp.down_proj.weight": x})
+    del x
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.weights"), "SLAB_BYTES", 1 << 20)
+    convert(tmp_path / "m", tmp_path / "out")
+    tracemalloc.start()
+    assert verify(tmp_path / "out", tmp_path / "m").clean
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_statistics_are_those_of_the_layer(tmp_path: Path) -> None:
+    """SQNR and saturation against arithmetic on whole arrays."""
+    model, source = made(tmp_path, "moe")
+    tensors = oracle.arrays(oracle.load(source))
+    loaded = oracle.arrays(oracle.load(model))
+    for layer in verify(model, source).layers:
+        x = tensors[f"{layer.name}.weight"].astype(np.float64)
+        parts = (loaded[f"{layer.name}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
+        codes, scales, scale = (part.view(np.uint8) if part.dtype.itemsize == 1 else np.float32(part) for part in parts)
+        noise = float(((x - oracle.decoded("nvfp4", codes, scales, scale)) ** 2).sum())
+        assert layer.tally.elements == layer.tally.compared == x.size and layer.tally.blocks == x.size // 16
+        assert layer.tally.sqnr_db == pytest.approx(sqnr_db(float((x**2).sum()), noise))
+        assert layer.tally.zero_blocks == (x.size // 16 if not x.any() else 0)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, source = made(tmp_path)
+    assert main(["verify", str(model), "--source", str(source)]) == 0
+    text = capsys.readouterr().out
+    held = sum(entry.nbytes for name, (_, entry) in open_source(model).tensors.items() if "proj" in name)
+    assert f"{Q} [64,64]" in text
+    assert f"files as the manifest says; 0 of {held} bytes differ from what nvfp4-te makes of the source; 0 of 6 copied" in text
+    poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
+    assert main(["verify", str(model), "--source", str(source), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["clean"], found["manifest"]) == ("fp4kit.verify/1", False, "differs")
+    layer = next(layer for layer in found["layers"] if layer["name"] == Q)
+    assert layer["codes"] == {"differing": 1, "compared": 2048} and layer["scales"]["differing"] == 0
+    assert main(["verify", str(model)]) == 1
+    assert "error: model-00001-of-00002.safetensors: has other bytes than were written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--recipe", "nvfp4-te"], "--recipe: says how layers were made of a source; give it with --source"),
+        (["--html", "{model}/page.html"], "is inside of the checkpoint, which it would change; put it elsewhere"),
+        (["--html", "{model}/none/page.html"], "a file in a directory that exists is needed"),
+        (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),
+        (["--source", "{source}", "--workers", "0"], "workers: got 0; a whole number of processes, at least 1, is needed"),
+    ],
+)
+def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+    model, source = made(tmp_path)
+    assert main(["verify", str(model), *(a.format(model=model, source=source) for a in arguments)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
+    model, source = made(tmp_path)
+    (model / "model-00001-of-00002.safetensors").write_bytes(b"\x00" * 40)
+    with pytest.raises(CheckpointError, match="not a usable safetensors file"):
+        verify(model, source)
