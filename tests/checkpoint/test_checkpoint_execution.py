@@ -114,6 +114,16 @@ def test_workers_end_with_an_error(model: tuple[Path, dict[str, str]], tmp_path:
     assert files_of(tmp_path / "out") == model[1]
 
 
+def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), executor_of(None, 2) as executor:
+        assert executor is not None
+        executor.submit(time.sleep, 300)
+        assert list(run_all(executor, abs, [(-1,)])) == [1]
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 60 and not multiprocessing.active_children()
+
+
 def die(job: Any, *rest: Any) -> None:
     os._exit(1)
 

@@ -227,6 +227,24 @@ def test_journal_cut_anywhere(model: Model) -> None:
         shutil.copytree(model.folder / "kept", model.partial, copy_function=shutil.copy)
 
 
+def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
+    """It begins on a line of its own."""
+    for name in "ab":
+        with journal.Journal(tmp_path / "j", "k") as one:
+            one.note_done(jobs.Done(name, "0", "copy"))
+        os.truncate(tmp_path / "j", (tmp_path / "j").stat().st_size - 3 * (name == "a"))
+    with journal.Journal(tmp_path / "j", "k") as two:
+        assert set(two.done) == {"b"}
+
+
+def test_job_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(bytes(8))
+    (tmp_path / "x").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"), jobs._Output((jobs.Target("values", tmp_path / "x", 0, 8, "U8"),)):
+        pass
+    assert (tmp_path / "victim").read_bytes() == bytes(8)
+
+
 LINES = (
     b"", b"null", b"[1]", b"\xff\x00", b'{"done": 5}', b'{"done": [[]]}', b'{"done": ["x"]}', b'{"measured": {}}',
     b'{"measured": []}', b'{"measured": ["x"', b"[" * 100_000,
