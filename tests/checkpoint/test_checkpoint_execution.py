@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import synthetic
 from kill_points import files_of
+from runs import environment, stopping
 from synthetic import refused
-from test_checkpoint_resume import environment, stopping
 
 from fp4kit.checkpoint import execution, staging
 from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
@@ -223,3 +223,17 @@ def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> N
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.endswith("MPIPoolExecutor\n") and (size == 1 or " 0 other processes" not in result.stdout)
     assert files_of(tmp_path / "out") == model[1]
+
+
+def test_environment_changes_nothing(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    changes = (
+        {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
+        {"PYTHONHASHSEED": "77", "LC_ALL": "tr_TR.UTF-8", "OMP_NUM_THREADS": "2", "NVTE_USE_FAST_MATH": "1", "HOME": "/nowhere"},
+    )
+    found = []
+    for i, change in enumerate(changes):
+        command = [sys.executable, HERE / "convert_once.py", tmp_path / "m", tmp_path / f"out{i}", "1"]
+        subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
+        found.append(files_of(tmp_path / f"out{i}"))
+    assert found[0] == found[1]
