@@ -6,7 +6,7 @@
 | 2 shard names, links, pipes | test_checkpoint_files: test_shard_name_*, test_index_leads_out, test_shard_link_that_leads_out, \
 test_names_that_differ_in_case; here test_pipe_instead_of_a_shard, test_shard_that_is_replaced |
 | 3 the output is new, apart from the source, and appears whole | test_checkpoint_failures: test_destination_*; \
-test_checkpoint_resume: test_kills, test_link*_in_the_partial_directory; here test_output_is_private |
+test_checkpoint_signals: test_kills*; test_checkpoint_staging: test_link*_in_the_partial_directory*; here test_output_is_private |
 | 4 headers | test_checkpoint_files: test_malformed_*, test_key_twice_*; here test_hostile_header |
 | 5 the index and the shards agree | test_checkpoint_files: test_index_*, test_tensor_in_two_files, test_unindexed_series_* |
 | 6 names are data | test_checkpoint_files: test_shown_*; here test_names_are_data, test_patterns_take_no_time |
@@ -15,9 +15,10 @@ test_checkpoint_resume: test_kills, test_link*_in_the_partial_directory; here te
 | 9 resource limits | test_hostile_header (2^40 elements), test_config_of_any_size, test_checkpoint_failures: test_space_*, \
 test_checkpoint_memory |
 | 10 numbers | test_nan_scales, test_nan_tensor_scale; test_checkpoint_failures: test_nonfinite_*, test_subnormal_* |
-| 11 locks; only the same run is gone on with | test_checkpoint_resume: test_two_runs_at_once, test_lock_*, test_other_* |
-| 12 strict flags; the environment changes no byte | test_checkpoint_cli; here test_environment_changes_nothing |
-| 13 manifest | test_manifest_*, here |
+| 11 locks; only the same run is gone on with | test_checkpoint_staging: test_two_runs_*, test_lock_*; \
+test_checkpoint_resume: test_other_* |
+| 12 strict flags; the environment changes no byte | test_checkpoint_cli; test_checkpoint_execution: test_environment_* |
+| 13 manifest | test_checkpoint_manifest |
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ import os
 import pickle
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,15 +36,13 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
-from kill_points import files_of
 from synthetic import refused
-from test_checkpoint_resume import environment
 
 import fp4kit
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert import Options, convert, execute
 from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.manifest import MANIFEST, differences, file_digest, load_manifest, names_in
+from fp4kit.checkpoint.manifest import MANIFEST, differences
 from fp4kit.checkpoint.plan import make_plan
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.storage.errors import CheckpointError
@@ -335,91 +332,3 @@ def test_nan_tensor_scale(tmp_path: Path, value: float, to: str) -> None:
     with refused("model.layers.0.mlp.down_proj") as caught:
         convert(model, tmp_path / "out", format=to)
     assert "values are NaN or infinite" in str(caught.value)
-
-
-def test_environment_changes_nothing(tmp_path: Path) -> None:
-    synthetic.moe(tmp_path / "m")
-    changes = (
-        {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
-        {"PYTHONHASHSEED": "77", "LC_ALL": "tr_TR.UTF-8", "OMP_NUM_THREADS": "2", "NVTE_USE_FAST_MATH": "1", "HOME": "/nowhere"},
-    )
-    found = []
-    for i, change in enumerate(changes):
-        command = [sys.executable, HERE / "convert_once.py", tmp_path / "m", tmp_path / f"out{i}", "1"]
-        subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
-        found.append(files_of(tmp_path / f"out{i}"))
-    assert found[0] == found[1]
-
-
-@pytest.fixture
-def converted(tmp_path: Path) -> Path:
-    synthetic.bert(tmp_path / "m")
-    return convert(tmp_path / "m", tmp_path / "out").destination
-
-
-def test_manifest_names_every_file(converted: Path) -> None:
-    found = load_manifest(converted)
-    assert found is not None and set(found["files"]) == set(names_in(converted))
-    assert {"1_Pooling/config.json", "config.json", "model.safetensors"} <= set(found["files"])
-    for name, facts in found["files"].items():
-        assert facts == {"sha256": file_digest(converted / name), "bytes": (converted / name).stat().st_size}
-    text = (converted / MANIFEST).read_text()
-    assert str(converted.parent) not in text and found["version"] == fp4kit.__version__
-    assert found["request"]["recipe"] == "nvfp4-te"
-
-
-def test_manifest_shows_every_change(converted: Path) -> None:
-    assert differences(converted) == []
-    for name in names_in(converted):
-        kept = (converted / name).read_bytes()
-        for position in {0, len(kept) // 2, len(kept) - 1}:
-            (converted / name).write_bytes(kept[:position] + bytes([kept[position] ^ 1]) + kept[position + 1 :])
-            assert differences(converted) == [f"{name}: has other bytes than were written"]
-        (converted / name).write_bytes(kept)
-    (converted / "more.txt").touch()
-    (converted / "1_Pooling" / "config.json").unlink()
-    assert differences(converted) == ["1_Pooling/config.json: is missing", "more.txt: was not written by the conversion"]
-
-
-def test_manifest_reads_nothing_outside(converted: Path) -> None:
-    """Names in a manifest are data: a path out of the directory, a link out of it and a pipe are missing files."""
-    text = json.loads((converted / MANIFEST).read_text())
-    secret = converted.parent / "secret"
-    secret.write_text("secret")
-    text["files"] = {name: {"sha256": file_digest(secret)} for name in ("../secret", str(secret), "link", "pipe", "\x1b[31m")}
-    (converted / MANIFEST).write_text(json.dumps(text))
-    (converted / "link").symlink_to(secret)
-    os.mkfifo(converted / "pipe")
-    found = differences(converted)
-    assert found is not None
-    assert {line for line in found if "missing" in line} == {
-        f"{name}: is missing" for name in ("../secret", str(secret), "link", "pipe", "\\x1b[31m")
-    }
-
-
-def test_manifest_of_a_hugging_face_cache(converted: Path, tmp_path: Path) -> None:
-    """Every file of a snapshot is a link to a blob."""
-    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
-    shutil.copytree(converted, snapshot)
-    blobs.mkdir()
-    for i, path in enumerate(sorted(p for p in snapshot.rglob("*") if p.is_file())):
-        path.rename(blobs / str(i))
-        path.symlink_to(blobs / str(i))
-    assert differences(snapshot) == []
-    (blobs / "0").write_bytes(b"x")
-    assert differences(snapshot) != []
-
-
-@pytest.mark.parametrize(
-    "text", ["{}", '{"fp4kit_manifest": 2, "files": {}}', '{"fp4kit_manifest": 1, "files": []}',
-             '{"fp4kit_manifest": 1, "files": {"a": 1}}', '{"fp4kit_manifest": 1, "files": {"a": {"sha256": 1}}}'],
-)  # fmt: skip
-def test_manifest_that_is_none(converted: Path, text: str) -> None:
-    (converted / MANIFEST).write_text(text)
-    with refused(f"{MANIFEST}: is not of version 1; convert the model again"):
-        differences(converted)
-    (converted / MANIFEST).write_text('{"files": {}, "files": {}}')
-    with refused(f"{MANIFEST}: the key 'files' stands twice"):
-        differences(converted)
-    (converted / MANIFEST).unlink()
-    assert differences(converted) is None

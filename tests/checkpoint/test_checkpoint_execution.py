@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import synthetic
 from kill_points import files_of
+from runs import environment, stopping
 from synthetic import refused
-from test_checkpoint_resume import environment, stopping
 
 from fp4kit.checkpoint import execution, staging
 from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
@@ -112,6 +112,16 @@ def test_workers_end_with_an_error(model: tuple[Path, dict[str, str]], tmp_path:
     assert staging.partial_of(tmp_path / "out").exists()
     convert(model[0], tmp_path / "out", options=Options(2, resume=True))
     assert files_of(tmp_path / "out") == model[1]
+
+
+def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), executor_of(None, 2) as executor:
+        assert executor is not None
+        executor.submit(time.sleep, 300)
+        assert list(run_all(executor, abs, [(-1,)])) == [1]
+        raise KeyboardInterrupt
+    assert time.monotonic() - start < 60 and not multiprocessing.active_children()
 
 
 def die(job: Any, *rest: Any) -> None:
@@ -213,3 +223,17 @@ def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> N
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.endswith("MPIPoolExecutor\n") and (size == 1 or " 0 other processes" not in result.stdout)
     assert files_of(tmp_path / "out") == model[1]
+
+
+def test_environment_changes_nothing(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    changes = (
+        {"PYTHONHASHSEED": "1", "TZ": "Asia/Tokyo", "LC_ALL": "C", "OMP_NUM_THREADS": "1"},
+        {"PYTHONHASHSEED": "77", "LC_ALL": "tr_TR.UTF-8", "OMP_NUM_THREADS": "2", "NVTE_USE_FAST_MATH": "1", "HOME": "/nowhere"},
+    )
+    found = []
+    for i, change in enumerate(changes):
+        command = [sys.executable, HERE / "convert_once.py", tmp_path / "m", tmp_path / f"out{i}", "1"]
+        subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
+        found.append(files_of(tmp_path / f"out{i}"))
+    assert found[0] == found[1]

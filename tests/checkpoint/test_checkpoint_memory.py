@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from test_checkpoint_resume import environment
+from runs import environment
 
 HERE = Path(__file__).parent
 MIB = 1 << 20

@@ -1,0 +1,70 @@
+"""Processes that are killed or interrupted: nothing is lost, nothing looks finished, no worker remains, and going on works."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import synthetic
+from kill_points import files_of
+from runs import HERE, Model, environment, larger, running, until
+
+
+@pytest.mark.parametrize("points", [50, pytest.param(1500, marks=pytest.mark.exhaustive)])
+def test_kills(tmp_path: Path, points: int) -> None:
+    """At random points: see kill_points.py, which does the checks."""
+    synthetic.dense(tmp_path / "source")
+    (tmp_path / "here").mkdir()
+    command = [sys.executable, HERE / "kill_points.py", tmp_path / "source", tmp_path / "here", str(points), "11"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=1200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "partial" in result.stdout and int(result.stdout.split()[0]) >= 50
+
+
+@pytest.mark.parametrize("points", [6, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_kills_with_workers(tmp_path: Path, points: int) -> None:
+    """At random times, from outside; the workers end too."""
+    model = Model(tmp_path, larger)
+    generator, before, ends = random.Random(7), files_of(model.source), []
+    for _ in range(points):
+        with running(model, 2) as process:
+            time.sleep(generator.uniform(0, 1.5))
+            process.kill()
+        assert files_of(model.source) == before
+        ends.append(model.out.exists())
+        if ends[-1]:
+            assert files_of(model.out) == model.whole
+        else:
+            model.resume(workers=1 + len(ends) % 2)
+        shutil.rmtree(model.out)
+    assert not all(ends)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_signals_leave_what_is_done(tmp_path: Path, number: int, code: int, workers: int) -> None:
+    """Ctrl-C reaches the workers of a terminal too; none of them says a word, and none remains."""
+    model = Model(tmp_path, larger)
+    with running(model, workers) as process:
+        until(lambda: b'"done"' in model.journal.read_bytes())
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == code and "Process" not in errors and errors.count("Traceback") <= 1, errors
+    assert not model.out.exists() and model.partial.exists()
+    model.resume()
+
+
+def test_ctrl_c_while_workers_start(tmp_path: Path) -> None:
+    model = Model(tmp_path, larger)
+    with running(model, 2) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGINT and errors.count("Traceback") <= 1, errors
+    model.resume()

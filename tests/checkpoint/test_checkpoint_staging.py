@@ -1,0 +1,207 @@
+"""The partial directory: one run at a time, full disks, links, and the removal of what is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+from kill_points import files_of
+from runs import Model
+from synthetic import refused
+
+from fp4kit.checkpoint import jobs, staging
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    return Model(tmp_path)
+
+
+def test_job_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_bytes(bytes(8))
+    (tmp_path / "x").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic links"), jobs._Output((jobs.Target("values", tmp_path / "x", 0, 8, "U8"),)):
+        pass
+    assert (tmp_path / "victim").read_bytes() == bytes(8)
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "config.json", staging.JOURNAL, "tokenizer_config.json"])
+def test_link_in_the_partial_directory_is_not_followed(model: Model, name: str) -> None:
+    model.interrupt(4)
+    victim = model.folder / "victim"
+    victim.write_text("mine")
+    (model.partial / name).unlink(missing_ok=True)
+    (model.partial / name).symlink_to(victim)
+    if name == staging.JOURNAL:
+        with pytest.raises(OSError, match="symbolic links"):
+            model.convert(resume=True)
+    else:
+        model.resume()
+    assert victim.read_text() == "mine"
+
+
+def test_linked_directory_in_the_partial_directory_is_not_followed(tmp_path: Path) -> None:
+    model = Model(tmp_path, synthetic.bert)
+    model.convert(progress=lambda count: None)
+    model.out.rename(model.partial)
+    shutil.rmtree(model.partial / "1_Pooling")
+    (tmp_path / "victim").mkdir()
+    (model.partial / "1_Pooling").symlink_to(tmp_path / "victim")
+    (model.partial / staging.LOCK).touch()
+    model.resume()
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_what_is_left_is_reported(model: Model) -> None:
+    model.interrupt(5)
+    with refused(f".out.partial: left by an interrupted run; {staging.ways_on(model.out)}"):
+        model.convert()
+    model.resume()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_at_once(model: Model, resume: bool) -> None:
+    def second(nbytes: int) -> None:
+        with refused("out: another run is writing to it; wait for that one, or name another directory"):
+            model.convert(resume=resume)
+        with refused("another run is writing to it"):
+            staging.remove_partial(model.out)
+
+    model.convert(progress=second)
+    assert files_of(model.out) == model.whole
+
+
+@pytest.mark.parametrize("moment", ["_locked", "_publish"])
+def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    """Before the first run has its lock, and while it gives the directory its name, a second one does not take it over."""
+    right = getattr(staging, moment)
+
+    def between(*arguments: Any) -> Any:
+        monkeypatch.setattr(staging, moment, right)
+        with refused("interrupted run" if moment == "_locked" else "another run is writing to it"):
+            model.convert()
+        return right(*arguments)
+
+    monkeypatch.setattr(staging, moment, between)
+    model.convert()
+    assert files_of(model.out) == model.whole
+
+
+def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that waited at the lock while the first one finished does not write into what is finished."""
+    rename = os.rename
+
+    def between(a: Path, b: Path) -> None:
+        with refused("another run is writing to it"):
+            staging._locked(a, b)
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", between)
+    model.convert()
+    assert files_of(model.out) == model.whole
+    descriptor = os.open(model.folder / "lock", os.O_CREAT | os.O_RDWR)
+    assert not staging._is_still(descriptor, model.partial / staging.LOCK)
+    os.close(descriptor)
+
+
+def test_file_system_without_locks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*arguments: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(staging.fcntl, "flock", unsupported)
+    model.interrupt(5)
+    model.resume()
+
+
+def test_source_that_changes_meanwhile(model: Model) -> None:
+    def touch(nbytes: int) -> None:
+        os.utime(model.source / "model-00001-of-00002.safetensors", ns=(1, 1))
+
+    with refused("m: changed while it was converted; run again when nothing writes to it"):
+        model.convert(progress=touch)
+    assert not model.out.exists() and not model.partial.exists()
+
+
+class Full:
+    """Lets a number of calls through, then says that the disk is full."""
+
+    def __init__(self, call: Callable[..., Any], calls: int, code: int = errno.ENOSPC) -> None:
+        self.call, self.left, self.code = call, calls, code
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self.left <= 0:
+            raise OSError(self.code, os.strerror(self.code))
+        self.left -= 1
+        return self.call(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [("pwrite", at) for at in (0, 1, 2, 3, 11, 30, 49)] + [("write", at) for at in (0, 1, 5, 16, 30)] + [("ftruncate", 1)],
+)
+def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, Full(getattr(os, name), calls))
+        with pytest.raises(OSError, match="No space left on device"):
+            model.convert()
+    assert not model.out.exists()
+    model.resume()
+
+
+@pytest.mark.parametrize("name", ["copy_file", "os.fsync", "sync_directory"])
+def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where fsync fails, nothing is known of what a disk has, and nothing is kept."""
+    owner: Any = os if name == "os.fsync" else staging
+    name = name.removeprefix("os.")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, Full(getattr(owner, name), 0))
+        with pytest.raises(OSError, match="No space left on device"):
+            model.convert()
+    assert not model.out.exists() and model.partial.exists() == (name != "fsync")
+    model.convert(resume=model.partial.exists())
+    assert files_of(model.out) == model.whole
+
+
+@pytest.mark.parametrize("short", [1, 7])
+def test_writes_that_take_less(model: Model, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
+    """pwrite and write may write some bytes only."""
+    pwrite, write = os.pwrite, os.write
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(len(data) // short, 1)], at))
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(len(data) // short, 1)]))
+    model.interrupt(5)
+    model.resume()
+
+
+def test_clean(model: Model) -> None:
+    assert staging.remove_partial(model.out) is None
+    model.interrupt(5)
+    (model.partial / "1_Pooling").mkdir()
+    (model.partial / "link").symlink_to(model.source)
+    assert staging.remove_partial(model.out) == model.partial
+    assert not model.partial.exists() and model.source.exists()
+    model.partial.mkdir()  # a run that was killed at once
+    assert staging.remove_partial(model.out) == model.partial
+    model.convert()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "directory"])
+def test_clean_removes_what_a_run_made_alone(model: Model, kind: str) -> None:
+    (model.folder / "mine").mkdir()
+    (model.folder / "mine" / "x").touch()
+    make: dict[str, Callable[[], object]] = {
+        "file": model.partial.touch, "link": lambda: model.partial.symlink_to(model.folder / "mine"),
+        "directory": lambda: (model.folder / "mine").rename(model.partial),
+    }  # fmt: skip
+    make[kind]()
+    with refused(".out.partial: was not made by a conversion; remove it yourself"):
+        staging.remove_partial(model.out)
+    if kind != "directory":
+        with refused(".out.partial: was not made by a conversion; move it away, or name another directory"):
+            model.convert(resume=True)
+    assert os.path.lexists(model.partial) and (kind == "file" or (model.partial / "x").exists())
