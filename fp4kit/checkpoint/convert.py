@@ -90,9 +90,10 @@ def convert(
 class Options:
     """How a plan is executed; the bytes that are written do not depend on it.
 
-    workers: processes on this machine; a script that asks for them needs ``if __name__ == "__main__":``. executor: any of
-    concurrent.futures, instead of those; its workers see the files under the same paths. devices: CUDA devices that quantize, in
-    turn; none: the CPU. resume: go on with an interrupted run. progress: called with bytes that add up to bytes_to_read.
+    workers: processes on this machine, threads where GPUs do the work; a script that asks for processes needs
+    ``if __name__ == "__main__":``. executor: any of concurrent.futures, instead of those; its workers see the files under
+    the same paths. devices: CUDA devices that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
+    progress: called with bytes that add up to bytes_to_read.
     """
 
     workers: int = 1
@@ -163,7 +164,7 @@ class _Run:
         for shard in self.plan.shards:
             positions |= _lay_out(shard, self.folder)
         all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
-        with executor_of(self.options.executor, self.options.workers) as executor:
+        with executor_of(self.options.executor, self.options.workers, bool(self.options.devices)) as executor:
             shared = self._measure(all_jobs, executor)
             done = self._write(all_jobs, shared, executor)
             digests = self._finish(executor)

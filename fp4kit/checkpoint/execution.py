@@ -14,7 +14,16 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor, as_completed, wait
+from concurrent.futures import (
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -28,13 +37,21 @@ _SECONDS = 30  # that a scheduler and its first worker have to answer
 
 
 @contextmanager
-def executor_of(given: Executor | None, workers: int) -> Iterator[Executor | None]:
+def executor_of(given: Executor | None, workers: int, on_devices: bool = False) -> Iterator[Executor | None]:
     """The executor of a run: the given one, which stays open; worker processes; or None for this process alone.
 
-    Worker processes end with the run: at once where it is stopped or fails, and also where this process is killed.
+    on_devices: GPUs do the work; then workers are threads, so that one reads while another waits for its GPU. Worker processes
+    end with the run: at once where it is stopped or fails, and also where this process is killed.
     """
     if given is not None or workers == 1:
         yield given
+        return
+    if on_devices:
+        threads = ThreadPoolExecutor(workers)
+        try:
+            yield threads
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
         return
     context = _Context()
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)

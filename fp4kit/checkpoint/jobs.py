@@ -17,7 +17,7 @@ import numpy as np
 from fp4kit.checkpoint.formats.container import VALUES, Container
 from fp4kit.checkpoint.reading import Readers, Slab, columns_of, not_numbers, slabs, values_of
 from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
-from fp4kit.checkpoint.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.weights import Located, Weight
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
@@ -29,6 +29,7 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
 )  # fmt: skip
 PIECE = 2 << 20  # bytes of a copied tensor that are in memory at a time
 TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
+ON_DEVICE = 32 << 20  # bytes of source elements that go to a GPU at a time
 Tick = Callable[[int], None]  # called with bytes that were read
 
 
@@ -104,6 +105,11 @@ class Job:
         return end - first, columns
 
     @property
+    def slab_bytes(self) -> int | None:
+        """Source elements in memory at a time, in bytes; None: as the CPU likes it."""
+        return None if self.device is None else ON_DEVICE
+
+    @property
     def nbytes_in(self) -> int:
         """Bytes that it reads, once."""
         if isinstance(self.source, Located):
@@ -141,7 +147,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
     with Readers(tick) as readers:
         found = Measured(job.key)
-        for slab in slabs(readers, job.weight, job.expert, job.span):
+        for slab in slabs(readers, job.weight, job.expert, job.span, most=job.slab_bytes):
             found = _joined(found, _measured(job, slab))
     return found
 
@@ -154,7 +160,8 @@ def _joined(a: Measured, b: Measured) -> Measured:
 def _measured(job: Job, slab: Slab) -> Measured:
     if job.action == RENAME:
         return Measured(job.key, nonfinite=not_numbers(job.weight, slab))
-    amax, bad = amax_and_nonfinite(values_of(job.weight, slab))
+    values = values_of(job.weight, slab)
+    amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
     found = Measured(job.key, float(amax), bad)
     if job.action == CARRY and slab.scales is not None:
         return found._replace(exact=carried.is_exact(job.weight, slab))

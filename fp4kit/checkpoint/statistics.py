@@ -15,6 +15,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks, scales_of
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.formats import FLT_MIN, ElementFormat
+from fp4kit.interop import cupy
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -220,3 +221,14 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
             top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
         largest = max(largest, top)
     return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad
+
+
+def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
+    """The same, found on a GPU."""
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
+    with cupy().cuda.Device(device):
+        bits = cupy().asarray(x.view(unsigned)) & ((1 << (8 * x.dtype.itemsize - 1)) - 1)
+        finite = bits < infinity
+        found = int((bits * finite).max()), x.size - int(finite.sum())
+    return np.array([found[0]], unsigned).view(x.dtype).astype(np.float32)[0], found[1]

@@ -80,7 +80,8 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 def add_workers(parser: Any) -> None:
     """Add the options that say where the work is done."""
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes on this machine (default: %(default)s)")
+    text = "processes on this machine, threads with --device cuda (default: %(default)s)"
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help=text)
     parser.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
     parser.add_argument(
         "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"

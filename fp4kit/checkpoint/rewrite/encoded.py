@@ -23,7 +23,7 @@ def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
     """Quantize and write a weight; returns how many NaN and infinities were replaced."""
     tensor_amax = None if job.recipe.tensor_scaling == "none" else amax
     replaced, q = 0, None
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.recipe.block_rows):
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.recipe.block_rows, job.slab_bytes):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
