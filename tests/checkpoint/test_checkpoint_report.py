@@ -135,7 +135,8 @@ def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: Verif
     (tmp_path / "page.html").write_text(text)
     tab.open((tmp_path / "page.html").as_uri())
     assert tab.run("document.title") != "taken"
-    assert len(tab.told("Log.entryAdded")) == 2  # the script and the picture
+    told = [event["entry"]["text"] for event in tab.told("Log.entryAdded")]
+    assert len(told) == 2 and all("Content Security Policy" in text for text in told)  # the script and the picture
 
 
 @needs_browser

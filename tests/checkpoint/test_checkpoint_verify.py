@@ -262,6 +262,16 @@ def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: 
     assert "(q_proj|k_proj|v_proj)" in found[0].subject and "the largest is used for all" in found[0].text
 
 
+def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
+    """No rule would keep it; engines ask the list about it all the same."""
+    model, source = made(tmp_path, wishes=Wishes(keep=("model.layers.1.mlp.down_proj",)))
+    assert verify(model, source).clean
+    exclude(model, "lm_head")
+    found = [issue for issue in errors(verify(model)) if "expected to be" in issue.text]
+    subjects = {(issue.subject, issue.loader.partition(" ")[0]) for issue in found}
+    assert subjects == {("model.layers.1.mlp.down_proj", engine) for engine in ("vLLM", "SGLang")}
+
+
 def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
     model, source = made(tmp_path, "moe", "nvfp4-te", "compressed-tensors")
     report = verify(model, source)
