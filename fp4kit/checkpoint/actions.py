@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from fp4kit.checkpoint import jobs
 from fp4kit.checkpoint.formats.container import Container
+from fp4kit.checkpoint.job import QUANTIZE, REQUANTIZE, action_of
 from fp4kit.checkpoint.request import Request
 from fp4kit.checkpoint.weights import Weight
 from fp4kit.storage.errors import CheckpointError, shown
@@ -19,14 +19,14 @@ def actions_of(
     groups: of tensors that share a tensor scale, by name. Codes are kept only where the whole group keeps its own.
     Raises CheckpointError for a loss that was not asked for.
     """
-    found = {name: jobs.action_of(weight.container, form) for name, weight in selected.items()}
+    found = {name: action_of(weight.container, form) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
     for group, names in groups.items():
         _check_dtypes(group, [selected[name] for name in names], request)
         if len({found[name] for name in names}) > 1:
-            mixed |= {name: group for name in names if found[name] != jobs.QUANTIZE}
-    found |= dict.fromkeys(mixed, jobs.REQUANTIZE)
-    lossy = next((name for name, action in found.items() if action == jobs.REQUANTIZE), None)
+            mixed |= {name: group for name in names if found[name] != QUANTIZE}
+    found |= dict.fromkeys(mixed, REQUANTIZE)
+    lossy = next((name for name, action in found.items() if action == REQUANTIZE), None)
     if lossy is not None and not request.requantize:
         raise CheckpointError(_loss(selected[lossy], form, mixed.get(lossy)))
     return found

@@ -17,6 +17,7 @@ from fp4kit.checkpoint import jobs, staging
 from fp4kit.checkpoint.execution import executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
+from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
@@ -30,7 +31,7 @@ from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
 _BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
-T = TypeVar("T", jobs.Measured, jobs.Done)
+T = TypeVar("T", Measured, Done)
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
@@ -40,7 +41,7 @@ class ConversionReport:
 
     plan: Plan
     destination: Path
-    done: tuple[jobs.Done, ...]
+    done: tuple[Done, ...]
 
     @cached_property
     def actions(self) -> dict[str, int]:
@@ -51,8 +52,8 @@ class ConversionReport:
     def inexact(self) -> tuple[str, ...]:
         """Layers that were to keep their codes and could not: their scales do not fit."""
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
-        again = (one.key.rpartition("#")[0] for one in self.done if one.action == jobs.REQUANTIZE)
-        return tuple(dict.fromkeys(name for name in again if planned[name] != jobs.REQUANTIZE))
+        again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
+        return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
 
     @property
     def replaced(self) -> int:
@@ -156,7 +157,7 @@ class _Run:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
         self.tick: Progress = options.progress or (lambda count: None)
 
-    def run(self) -> tuple[jobs.Done, ...]:
+    def run(self) -> tuple[Done, ...]:
         """Write everything; returns what was done, in the order of the plan."""
         kept = {shard.name for shard in self.plan.shards} | {staging.LOCK, staging.JOURNAL}
         staging.clear(self.folder, kept)  # of what an interrupted run left
@@ -171,7 +172,7 @@ class _Run:
         write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
         return tuple(done[job.key] for job in all_jobs)
 
-    def _measure(self, all_jobs: Iterable[jobs.Job], executor: Executor | None) -> dict[str, jobs.Measured]:
+    def _measure(self, all_jobs: Iterable[Job], executor: Executor | None) -> dict[str, Measured]:
         """Group -> what its members hold together."""
         wanted = {job.key: job for job in all_jobs if job.is_measured}
         found = {key: one for key, one in self.journal.measured.items() if key in wanted}
@@ -180,22 +181,22 @@ class _Run:
         for one in self._through(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
             self.journal.note_measured(one)
             found[one.key] = one
-        members: dict[str, list[jobs.Measured]] = defaultdict(list)
+        members: dict[str, list[Measured]] = defaultdict(list)
         for key, job in wanted.items():
             jobs.check_finite(job, found[key])
             self._check_exact(job, found[key])
             members[job.group].append(found[key])
         return {group: jobs.join_group(list(ones)) for group, ones in members.items()}
 
-    def _check_exact(self, job: jobs.Job, found: jobs.Measured) -> None:
-        if job.action == jobs.CARRY and not found.exact and not self.plan.request.requantize:
+    def _check_exact(self, job: Job, found: Measured) -> None:
+        if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise CheckpointError(
                 f"{job.name}: its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
             )
 
     def _write(
-        self, all_jobs: Sequence[jobs.Job], shared: Mapping[str, jobs.Measured], executor: Executor | None
-    ) -> dict[str, jobs.Done]:
+        self, all_jobs: Sequence[Job], shared: Mapping[str, Measured], executor: Executor | None
+    ) -> dict[str, Done]:
         done = self._done_before(all_jobs, executor)
         left = [(job, shared.get(job.group)) for job in all_jobs if job.key not in done]
         for one in self._through(executor, jobs.write, left):
@@ -203,7 +204,7 @@ class _Run:
             done[one.key] = one
         return done
 
-    def _done_before(self, all_jobs: Iterable[jobs.Job], executor: Executor | None) -> dict[str, jobs.Done]:
+    def _done_before(self, all_jobs: Iterable[Job], executor: Executor | None) -> dict[str, Done]:
         """Jobs of an interrupted run whose bytes are still those that they wrote."""
         noted, done = self.journal.done, {}
         sizes = {job.key: job.nbytes_in for job in all_jobs}

@@ -17,7 +17,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint.files import Source
-from fp4kit.checkpoint.jobs import Done, Measured
+from fp4kit.checkpoint.job import Done, Measured
 from fp4kit.checkpoint.request import Request
 from fp4kit.recipes.data import as_data
 from fp4kit.storage.errors import CheckpointError

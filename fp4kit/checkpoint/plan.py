@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, jobs, sharing
+from fp4kit.checkpoint import auxiliary, sharing
 from fp4kit.checkpoint.actions import actions_of
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Target
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -31,9 +32,9 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _WORDS = {
-    jobs.QUANTIZE: "quantized", jobs.RENAME: "same codes", jobs.CAST: "same codes where exponents allow",
-    jobs.CARRY: "same codes where scales are powers of two", jobs.REQUANTIZE: "decoded and quantized anew",
-    jobs.DEQUANTIZE: "decoded",
+    QUANTIZE: "quantized", RENAME: "same codes", CAST: "same codes where exponents allow",
+    CARRY: "same codes where scales are powers of two", REQUANTIZE: "decoded and quantized anew",
+    DEQUANTIZE: "decoded",
 }  # fmt: skip
 
 
@@ -104,7 +105,7 @@ class Plan:
     @property
     def converted(self) -> tuple[TensorPlan, ...]:
         """Those that are not copied."""
-        return tuple(tensor for tensor in self.tensors if tensor.action != jobs.COPY)
+        return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
 
     @property
     def format_name(self) -> str:
@@ -236,7 +237,7 @@ class _Planner:
             return self._numbers(weight, f"{reason}; decoded, since its form is another one")
         if weight is not None and weight.container is not None:
             return self._copied_whole(weight, reason)
-        return TensorPlan(entry.name, entry.dtype, entry.shape, jobs.COPY, reason, entry.nbytes, (), located(file, entry))
+        return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), located(file, entry))
 
     def _stays_quantized(self) -> bool:
         """Whether loaders expect layers that are not converted as they are: DeepSeek-V4's FP8 beside its experts."""
@@ -246,12 +247,12 @@ class _Planner:
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
         why = f"{reason}; as it is"
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.RENAME, why, weight.nbytes, tuple(found))
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
         turned = len(weight.shape) == 3 and is_interleaved(self.config)
         found = tuple(numbers(weight, "BF16", turned))
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, jobs.DEQUANTIZE, reason, weight.nbytes, found)
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
     def _converted(self, weight: Weight) -> TensorPlan:
         if self.form is None:
@@ -302,29 +303,29 @@ def _check_outputs(shards: Iterable[ShardPlan]) -> None:
         seen.add(output.name)
 
 
-def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[jobs.Job]:
+def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[Job]:
     """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.name]
-            yield jobs.Job(tensor.name, jobs.COPY, tensor.place, (jobs.Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
+            yield Job(tensor.name, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue
         for piece in tensor.pieces:
             yield _job(plan, tensor, piece, positions, device[number % len(device)])
             number += 1
 
 
-def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> jobs.Job:
+def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> Job:
     targets = []
     for output in piece.outputs:
         path, at = positions[output.name]
         begin, count = piece.share(output.nbytes)
-        targets.append(jobs.Target(output.part, path, at + begin, count, output.dtype))
+        targets.append(Target(output.part, path, at + begin, count, output.dtype))
     key = f"{piece.module}#{piece.expert}"
     group = (tensor.group or {}).get(piece.module, key)
     request = plan.request
-    return jobs.Job(
+    return Job(
         key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
         request.input_scale, request.nonfinite, piece.turned, device,
     )  # fmt: skip

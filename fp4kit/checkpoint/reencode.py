@@ -19,6 +19,7 @@ from fp4kit.checkpoint import jobs, sharing
 from fp4kit.checkpoint.execution import run_all
 from fp4kit.checkpoint.files import Source
 from fp4kit.checkpoint.formats.container import INPUT_SCALE
+from fp4kit.checkpoint.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.pairs import Origin, origins
 from fp4kit.checkpoint.reading import Readers, slabs
 from fp4kit.checkpoint.statistics import Tally, tally, total
@@ -26,7 +27,7 @@ from fp4kit.checkpoint.weights import Located, Weight, weights_of
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 
-_MADE_FROM_VALUES = (jobs.QUANTIZE, jobs.REQUANTIZE)
+_MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
@@ -64,7 +65,7 @@ class Check:
     stored: Weight
     expert: int
     origin: Origin | None = None
-    job: jobs.Job | None = None
+    job: Job | None = None
     why: str = ""
 
     @property
@@ -76,7 +77,7 @@ class Check:
     def needs_amax(self) -> bool:
         """Whether its group is measured first."""
         job = self.job
-        if job is None or not job.is_measured or job.action == jobs.DEQUANTIZE:
+        if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
         assert job.recipe is not None
         return job.action not in _MADE_FROM_VALUES or job.recipe.tensor_scaling != "none" or job.nonfinite == "saturate"
@@ -132,36 +133,36 @@ def _groups(stored: Iterable[Weight]) -> dict[str, str]:
 
 def _job(
     stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
-) -> tuple[jobs.Job | None, str]:
+) -> tuple[Job | None, str]:
     """What makes a matrix anew, or why nothing can."""
     form, recipe = stored.container, settings.recipe
-    action = jobs.action_of(origin.weight.container, form)
-    if action not in (jobs.RENAME, jobs.DEQUANTIZE):
+    action = action_of(origin.weight.container, form)
+    if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
             return None, "no recipe is recorded"
         if form is None or not form.stores(recipe):
             return None, f"{recipe.id} has no place in {form}"
     targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
-    return jobs.Job(
+    return Job(
         f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
-        settings.input_scale, "keep" if action == jobs.DEQUANTIZE else settings.nonfinite, stored.transposed, device,
+        settings.input_scale, "keep" if action == DEQUANTIZE else settings.nonfinite, stored.transposed, device,
     ), ""  # fmt: skip
 
 
-def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[jobs.Target, ...]:
+def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
     """Where the bytes of one matrix begin in each part; an input scale only where it is known what it was to be."""
     found = []
     for part, place in weight.parts.items():
         if part != INPUT_SCALE or has_input_scale:
             count = place.entry.nbytes // weight.experts
-            found.append(jobs.Target(part, place.file.path, expert * count, count, place.entry.dtype))
+            found.append(Target(part, place.file.path, expert * count, count, place.entry.dtype))
     return tuple(found)
 
 
 class _Comparison:
     """Takes the bytes of a matrix, part by part in order, and counts those that the file has otherwise."""
 
-    def __init__(self, readers: Readers, weight: Weight, targets: Iterable[jobs.Target]) -> None:
+    def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
         self._readers, self._weight = readers, weight
         self._targets = {target.part: target for target in targets}
         self.compared = dict.fromkeys(self._targets, 0)
@@ -184,7 +185,7 @@ class _Comparison:
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[Checked]:
     """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to nbytes_read."""
-    members: dict[str, list[jobs.Measured]] = defaultdict(list)
+    members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
     for one in run_all(executor, jobs.measure, [(check.job,) for check in wanted.values()]):
         tick(wanted[one.key].nbytes)
@@ -198,7 +199,7 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         yield found
 
 
-def look(check: Check, shared: jobs.Measured | None) -> Checked:
+def look(check: Check, shared: Measured | None) -> Checked:
     """Make one matrix anew, compare it, and count its values."""
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else Tally()
@@ -206,7 +207,7 @@ def look(check: Check, shared: jobs.Measured | None) -> Checked:
             return Checked(check, found)
         comparison = _Comparison(readers, check.stored, check.job.targets)
         try:
-            action, _ = jobs.produce(check.job, shared or jobs.Measured(check.key), readers, comparison)
+            action, _ = jobs.produce(check.job, shared or Measured(check.key), readers, comparison)
         except CheckpointError as error:
             return Checked(check, found, error=str(error))
     return Checked(check, found, action, comparison.compared, comparison.differing)

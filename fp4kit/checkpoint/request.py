@@ -8,7 +8,7 @@ from typing import Any
 
 from fp4kit.checkpoint.formats.configs import FORMATS, WRITTEN
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
-from fp4kit.checkpoint.jobs import NONFINITE
+from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN

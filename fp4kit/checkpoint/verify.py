@@ -10,12 +10,13 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint import jobs, reencode
+from fp4kit.checkpoint import reencode
 from fp4kit.checkpoint.convert import Options
 from fp4kit.checkpoint.execution import executor_of, run_all
 from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.inspect import Checkpoint
+from fp4kit.checkpoint.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import differences, load_manifest
 from fp4kit.checkpoint.reading import Readers, tensor_scale_of
@@ -309,4 +310,4 @@ def _differing(layer: LayerReport, used: Recipe | None) -> Iterator[Issue]:
             yield Issue("error", layer.name, f"bytes of {name} that differ from {made}", count=different)
 
 
-_AS_THEY_ARE = (jobs.RENAME, jobs.DEQUANTIZE)
+_AS_THEY_ARE = (RENAME, DEQUANTIZE)

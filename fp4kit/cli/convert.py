@@ -14,7 +14,7 @@ from fp4kit.checkpoint.convert import ConversionReport, Options, bytes_to_read, 
 from fp4kit.checkpoint.demo import demo_source
 from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.formats.configs import FORMATS
-from fp4kit.checkpoint.jobs import NONFINITE
+from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.plan import Plan, make_plan
 from fp4kit.checkpoint.selection import PRESETS, Wishes
 from fp4kit.cli.output import Output

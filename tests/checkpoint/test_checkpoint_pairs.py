@@ -10,7 +10,7 @@ from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.layouts import swizzle_scales
 
-MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
+MODELS = synthetic.MODELS
 RECIPES = [("nvfp4-te", "modelopt"), ("nvfp4-modelopt", "compressed-tensors"), ("nvfp4-compressed-tensors", "compressed-tensors"),
            ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "modelopt")]  # fmt: skip
 

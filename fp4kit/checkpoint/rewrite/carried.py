@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, Slab, slabs
 from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E8M0
@@ -31,13 +30,14 @@ def is_exact(weight: Weight, slab: Slab) -> bool:
     return bool((_exponent_codes(slab.scales) >= 0).all())
 
 
-def write(job: Any, readers: Readers, output: Any) -> None:
+def write(job: Job, readers: Readers, output: Sink) -> None:
     """Write the codes as they are; scales of 1x32 for those of 128x128."""
-    height, width = job.weight.container.block
-    columns = job.weight.shape[-1]
+    have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
+    assert have is not None
+    height, width = have.block
     for slab in slabs(readers, job.weight, job.expert, job.span):
         assert slab.codes is not None and slab.scales is not None
         codes = _exponent_codes(slab.scales).astype(np.uint8)
         rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]
         output.put(CODES, slab.codes)
-        output.put(SCALES, np.repeat(rows, width // job.form.group_size, axis=1)[:, : columns // job.form.group_size])
+        output.put(SCALES, np.repeat(rows, width // wide, axis=1)[:, : columns // wide])

@@ -7,12 +7,11 @@ for one array; here for groups that share a tensor scale, slab by slab. Source: 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES
+from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, Slab, slabs
 from fp4kit.checkpoint.rewrite.scalars import put_scalars, usable_tensor_scale
 from fp4kit.checkpoint.weights import Weight
@@ -58,7 +57,7 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
     return np.repeat(codes, 2, axis=1)
 
 
-def write(job: Any, readers: Readers, output: Any, high: int) -> None:
+def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
     """Write the codes as they are, and the scales."""
     for slab in slabs(readers, job.weight, job.expert, job.span):
         output.put(CODES, slab.codes)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, SCALES, Container
+from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
 from fp4kit.interop import cupy
@@ -19,11 +19,11 @@ from fp4kit.reference.scaling import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
 
 
-def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
+def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> int:
     """Quantize and write a weight; returns how many NaN and infinities were replaced."""
-    tensor_amax = None if job.recipe.tensor_scaling == "none" else amax
+    tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q = 0, None
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.recipe.block_rows, job.slab_bytes):
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.new_recipe.block_rows, job.slab_bytes):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
@@ -33,17 +33,17 @@ def write(job: Any, readers: Readers, output: Any, amax: np.float32) -> int:
         output.put(CODES, q.packed)
         output.put(SCALES, q.block_scale)
     if q is not None and q.tensor_scale is not None:
-        put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.recipe, job.form, amax, x.dtype))
+        put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced
 
 
-def _quantized(x: np.ndarray, job: Any, tensor_amax: np.float32 | None) -> Quantized:
+def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
     if tensor_amax is not None and tensor_amax == 0:
-        return of_zeros(quantize(x, job.recipe, tensor_amax=tensor_amax))
+        return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
-        return quantize(x, job.recipe, tensor_amax=tensor_amax)
+        return quantize(x, job.new_recipe, tensor_amax=tensor_amax)
     with cupy().cuda.Device(job.device):
-        return quantize(cupy().asarray(x), job.recipe, tensor_amax=tensor_amax).to("numpy")
+        return quantize(cupy().asarray(x), job.new_recipe, tensor_amax=tensor_amax).to("numpy")
 
 
 def of_zeros(q: Quantized) -> Quantized:
@@ -72,7 +72,7 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
     return np.nan_to_num(wide, nan=0.0, posinf=largest, neginf=-largest).astype(x.dtype), count
 
 
-def _check_scales(job: Any, q: Quantized) -> None:
+def _check_scales(job: Job, q: Quantized) -> None:
     """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
     assert q.recipe.scale is not None and q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES
+from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, slabs
-from fp4kit.checkpoint.rewrite.scalars import put_input_scale, put_tensor_scale
+from fp4kit.checkpoint.rewrite.scalars import put_given_input_scale, put_input_scale, put_tensor_scale
 from fp4kit.checkpoint.weights import TENSOR_SCALE
 
 
-def write(job: Any, readers: Readers, output: Any) -> None:
+def write(job: Job, readers: Readers, output: Sink) -> None:
     """Write all parts of a weight; a number that stays what it was keeps its bits."""
+    have = job.weight.container
+    assert have is not None
     for slab in slabs(readers, job.weight, job.expert, job.span):
         output.put(CODES, slab.codes)
         output.put(SCALES, slab.scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
             stored = np.float32(readers.array(job.weight.parts[part]).reshape(-1)[job.expert])
-            same = job.weight.container.divides == job.form.divides
-            if same:
+            if have.divides == job.container.divides:
                 output.put(part, np.array([stored], np.float32))
             else:
                 with np.errstate(all="ignore"):
-                    put(job, output, np.float32(1) / stored if job.weight.container.divides else stored)
+                    put(job, output, np.float32(1) / stored if have.divides else stored)
         elif output.has(part):
-            put_input_scale(job, output, np.float32(job.input_scale))
+            put_given_input_scale(job, output)

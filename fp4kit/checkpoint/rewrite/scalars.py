@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.formats.container import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -16,18 +17,18 @@ def usable_tensor_scale(scale: Any) -> bool:
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
-def put_scalars(job: Any, output: Any, tensor_scale: np.float32 | None, divisor: np.float32 | None = None) -> None:
+def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, divisor: np.float32 | None = None) -> None:
     """Write the tensor scale, which multiplies on decode, and the input scale, where the container has them."""
     if tensor_scale is not None:
         put_tensor_scale(job, output, tensor_scale, divisor)
     if output.has(INPUT_SCALE):
-        put_input_scale(job, output, np.float32(job.input_scale))
+        put_given_input_scale(job, output)
 
 
-def put_tensor_scale(job: Any, output: Any, scale: np.float32, divisor: np.float32 | None = None) -> None:
+def put_tensor_scale(job: Job, output: Sink, scale: np.float32, divisor: np.float32 | None = None) -> None:
     """Write a tensor scale; divisor: its reciprocal as the producer has it, where that is not 1 / scale rounded."""
     with np.errstate(over="ignore", divide="ignore"):  # refused below
-        stored = scale if not job.form.divides else divisor if divisor is not None else np.float32(1) / scale
+        stored = scale if not job.container.divides else divisor if divisor is not None else np.float32(1) / scale
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; "
@@ -36,6 +37,14 @@ def put_tensor_scale(job: Any, output: Any, scale: np.float32, divisor: np.float
     output.put(TENSOR_SCALE, np.array([stored], np.float32))
 
 
-def put_input_scale(job: Any, output: Any, scale: np.float32) -> None:
+def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
     """Write an input scale, which multiplies."""
-    output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.form.divides else scale], np.float32))
+    output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
+
+
+def put_given_input_scale(job: Job, output: Sink) -> None:
+    """Write the input scale that the user gave. Raises CheckpointError without one: that of old codes is not that of new ones."""
+    if job.input_scale is None:
+        why = "gets new codes, and other layers have scales of activations"
+        raise CheckpointError(f"{shown(job.name)}: {why}; give --input-scale")
+    put_input_scale(job, output, np.float32(job.input_scale))
