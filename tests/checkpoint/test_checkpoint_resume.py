@@ -143,7 +143,7 @@ def test_another_source_is_not_gone_on_with(model: Model, change: Callable[[Mode
     model.interrupt(5)
     text = model.journal.read_bytes()
     change(model)
-    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with `fp4kit"):
+    with refused(".out.partial: was begun from another source, with other options or by another version; remove it with"):
         model.convert(resume=True)
     assert model.journal.read_bytes() == text and shard(model).exists()
 
