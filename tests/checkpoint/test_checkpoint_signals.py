@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import exhaustive
 from processes import CODES, MKDIR, RENAME, START, WORDS, Run, command, content, ended, environment, events, signalled
 
 from fp4kit import startup
 from fp4kit.checkpoint import staging
+
+ONE = [signal.SIGINT, *exhaustive(number for number in CODES if number != signal.SIGINT)]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,7 @@ PHASES = (  # the signal comes before the event of the audit takes place
 
 
 @pytest.mark.parametrize(("after", "last", "state"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES])
-@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+@pytest.mark.parametrize("number", ONE, ids=lambda n: n.name)
 def test_signal_in_each_phase(
     model: Path, moments: list[str], tmp_path: Path, number: signal.Signals, after: tuple[str, str], last: int, state: str
 ) -> None:
@@ -85,7 +88,7 @@ def spread(moments: list[str], count: int) -> list[int]:
 
 def test_signals_at_many_moments(model: Path, moments: list[str], tmp_path: Path) -> None:
     signals = list(CODES)
-    for i, last in enumerate(spread(moments, 18)):
+    for i, last in enumerate(spread(moments, 9)):
         (tmp_path / str(i)).mkdir()
         check_moment(model, tmp_path / str(i), last, signals[i % 3])
 
@@ -168,7 +171,7 @@ staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.k
     assert run.code == 0 and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
+@pytest.mark.parametrize("number", ONE, ids=lambda n: n.name)
 def test_a_signal_while_python_shuts_down_changes_nothing(model: Path, number: signal.Signals) -> None:
     code = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
     run = driven(code, "compare", model / "m", model / "m")
@@ -226,5 +229,3 @@ inspect._print = lambda *arguments: 1 / 0
 )  # fmt: skip
 def test_what_is_the_command(argv: list[str], original: list[str], expected: bool) -> None:
     assert startup.is_command(argv, original) is expected
-
-

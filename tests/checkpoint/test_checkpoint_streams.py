@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import exhaustive
 from processes import ROOT, command, content, ended, environment, on_terminal
 
 from fp4kit.checkpoint import convert
@@ -32,7 +33,7 @@ def large(folder: Path) -> Path:
     return folder / "large.safetensors"
 
 
-@pytest.mark.parametrize("size", [0, 1, 5000, 70000])
+@pytest.mark.parametrize("size", [0, 5000, *exhaustive([1, 70000])])
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_a_reader_that_goes_away(tmp_path: Path, size: int, options: list[str], unbuffered: str) -> None:
@@ -118,5 +119,3 @@ def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
     assert b"\x1b" not in written and b"Traceback" not in written
     last, names = written.rpartition(b"\r ")[2], {path.name for path in tmp_path.iterdir()}
     assert f"interrupted; nothing was written as {tmp_path / 'out'}".encode() in last and names <= {"m", ".out.partial"}
-
-

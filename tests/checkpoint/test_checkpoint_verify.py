@@ -18,6 +18,7 @@ import numpy.typing as npt
 import oracle
 import pytest
 import synthetic
+from exhaustive import exhaustive
 
 from fp4kit.checkpoint import Options, Wishes, convert
 from fp4kit.checkpoint.files import open_source
@@ -142,7 +143,7 @@ DRAWN = (MODELOPT_NVFP4, CT_NVFP4, MODELOPT_MXFP8, FP8_BLOCKS, FP8_POWERS, *(f f
 
 
 @pytest.mark.parametrize("form", DRAWN, ids=str)
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any bytes as codes and scales, any values; chunks of rows do not show."""
     monkeypatch.setattr(import_module("fp4kit.checkpoint.decode"), "CHUNK_ELEMENTS", 7 * 96)
