@@ -4,4 +4,5 @@ import sys
 
 from fp4kit.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # workers of mpi4py.futures import this too, as __worker__
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def main() -> None:
             convert(source, out, options=Options(executor=executor))
             assert files_of(out) == whole
             shutil.rmtree(out)
+        command = [sys.executable, "-m", "fp4kit", "convert", source, out, "--dask", local.scheduler_address, "--quiet"]
+        subprocess.run(command, check=True)
+        assert files_of(out) == whole
+        verified = [sys.executable, "-m", "fp4kit", "verify", out, "--source", source, "--dask", local.scheduler_address]
+        subprocess.run(verified, check=True)
+        shutil.rmtree(out)
         try:
             convert(source, out, options=Options(executor=executor, progress=_interrupt(16)))
         except KeyboardInterrupt:

@@ -212,13 +212,28 @@ def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     assert "no scheduler answers" in result.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> None:
+def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
+    """The command line of so many processes of MPI, one of which runs Python with the arguments."""
     missing("mpi4py")
     found = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
     if found is None:
         pytest.skip("no mpiexec found")
-    command = [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", HERE / "convert_once.py", model[0], "out", "1"]
+    return [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", *arguments]
+
+
+def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Its results, and the exit code of one that is refused."""
+    calls = ((["convert", model[0], "out"], 0), (["verify", "out", "--source", model[0]], 0), (["verify", "no"], 2))
+    for arguments, code in calls:
+        command = under_mpi(2, "-m", "fp4kit", *arguments)
+        result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
+        assert result.returncode == code and "Traceback" not in result.stderr, result.stderr[-4000:]
+    assert files_of(tmp_path / "out") == model[1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> None:
+    command = under_mpi(size, HERE / "convert_once.py", model[0], "out", "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.endswith("MPIPoolExecutor\n") and (size == 1 or " 0 other processes" not in result.stdout)

@@ -12,7 +12,10 @@ from on_gpu import DEVICES, ON_GPU
 
 from fp4kit.checkpoint import jobs
 from fp4kit.checkpoint.convert import Options, convert, execute
+from fp4kit.checkpoint.files import open_source
 from fp4kit.checkpoint.plan import jobs_of, make_plan
+from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.weights import weights_of
 
 pytestmark = ON_GPU
 PLACES = (0, 1) if DEVICES > 1 else (0,)
@@ -32,6 +35,23 @@ def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -
         assert files_of(tmp_path / "gpu") == whole
         shutil.rmtree(tmp_path / "cpu")
         shutil.rmtree(tmp_path / "gpu")
+
+
+def test_verified_by_the_gpu(tmp_path: Path) -> None:
+    """What it makes anew has the bytes of the CPU, and one byte that differs is found."""
+    for model in ("moe", "dense"):
+        getattr(synthetic, model)(tmp_path / model)
+        out = convert(tmp_path / model, tmp_path / f"{model} out").destination
+        report = verify(out, tmp_path / model, options=Options(devices=PLACES))
+        assert report.clean and all(layer.codes[1] for layer in report.layers)
+        changed = next(w for w in weights_of(open_source(out).tensors, {}).values() if w.container is not None)
+        with changed.located.file.path.open("r+b") as file:
+            file.seek(changed.located.entry.start)
+            old = file.read(1)[0]
+            file.seek(changed.located.entry.start)
+            file.write(bytes([old ^ 0x10]))
+        report = verify(out, tmp_path / model, options=Options(devices=PLACES))
+        assert {layer.name: layer.differing for layer in report.layers if layer.differing} == {changed.name: 1}
 
 
 def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
