@@ -113,7 +113,7 @@ def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
     target = Path(destination)
     staging.check_destination(plan.source.root, target)
     staging.check_partial(target, resume)
-    staging.check_space(target, plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied))
+    staging.check_space(target, bytes_to_write(plan))
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
@@ -141,6 +141,11 @@ def bytes_to_read(plan: Plan) -> int:
     """Bytes that execution reads from tensors: those that are measured first are read twice."""
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, nowhere))
+
+
+def bytes_to_write(plan: Plan) -> int:
+    """Bytes of the tensors and of the files beside them that a result holds."""
+    return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
 
 
 def memory_per_process(plan: Plan) -> int:

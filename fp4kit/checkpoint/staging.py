@@ -57,14 +57,17 @@ def check_destination(source: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination}: holds the source {source}; name a directory outside it")
 
 
-def check_space(destination: Path, needed: int) -> None:
-    """Raise CheckpointError if the file system of ``destination`` has fewer than ``needed`` bytes free.
-
-    What an interrupted run left counts as free: it is written over.
-    """
+def free_space(destination: Path) -> int:
+    """Bytes free for ``destination`` on its file system. What an interrupted run left counts as free: it is written over."""
     free = shutil.disk_usage(destination.parent).free
     with suppress(OSError):
         free += sum(path.stat().st_blocks * 512 for path in partial_of(destination).iterdir() if path.is_file())
+    return free
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Raise CheckpointError if fewer than ``needed`` bytes are free for ``destination``."""
+    free = free_space(destination)
     if free < needed:
         raise CheckpointError(f"{destination}: needs {needed} bytes, {free} are free; free space or name another disk")
 

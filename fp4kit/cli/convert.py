@@ -10,7 +10,15 @@ from typing import Any
 from rich.filesize import decimal
 
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import ConversionReport, Options, bytes_to_read, check, execute, memory_per_process
+from fp4kit.checkpoint.convert import (
+    ConversionReport,
+    Options,
+    bytes_to_read,
+    bytes_to_write,
+    check,
+    execute,
+    memory_per_process,
+)  # fmt: skip
 from fp4kit.checkpoint.demo import demo_source
 from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.formats.configs import FORMATS
@@ -114,7 +122,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     check(plan, destination, args.resume)
     if args.dry_run:
         out.document("convert.plan/1", _plan_body(plan, destination))
-        _print_plan(out, plan)
+        _print_plan(out, plan, destination)
         return 0
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick))
@@ -155,7 +163,12 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
         }
         for tensor in plan.tensors
     ]
-    needs = {"bytes_to_read": bytes_to_read(plan), "memory_per_process": memory_per_process(plan)}
+    needs = {
+        "bytes_to_read": bytes_to_read(plan),
+        "bytes_to_write": bytes_to_write(plan),
+        "bytes_free": staging.free_space(destination),
+        "memory_per_process": memory_per_process(plan),
+    }
     return {"destination": destination, **_outcome_body(plan), **needs, "ignore": plan.ignore, "tensors": tensors}
 
 
@@ -185,7 +198,7 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
     return [*((name, "not named by the index") for name in plan.source.ignored), *plan.auxiliary.skipped]
 
 
-def _print_plan(out: Output, plan: Plan) -> None:
+def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
     """Print every tensor with its action and reason, and what would be written."""
     rows = [
         (shown(t.name), shape_text(t.shape), t.dtype, t.action, decimal(t.bytes_in), decimal(t.bytes_out), shown(t.reason))
@@ -195,6 +208,7 @@ def _print_plan(out: Output, plan: Plan) -> None:
     for name in plan.ignore:
         out.line(f"ignore: {shown(name)}")
     out.line(f"would read {decimal(bytes_to_read(plan))}, with about {decimal(memory_per_process(plan))} of memory a process")
+    out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
     _print_outcome(out, plan, "would write", {})
 
 

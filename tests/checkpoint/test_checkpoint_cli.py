@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,6 +66,7 @@ def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
     )
     assert "shares its tensor scale: model.layers.1.mlp.experts.0.(gate_proj|up_proj)" in result.out
     assert "would write (modelopt W4A16_NVFP4): 21 tensors converted" in result.out
+    assert re.search(r"^disk: \d+\.\d kB needed, [\d.,]+ .B free$", result.out, re.M)
     assert "ignore: model.layers.1.mlp.gate" in result.out
     assert "warning: model.layers.0.self_attn.(q_proj|k_proj|v_proj): k_proj stays unquantized" in result.out
 
@@ -219,7 +222,8 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     by_name = {tensor["name"]: tensor for tensor in plan["tensors"]}
     weight = by_name["model.layers.1.mlp.experts.3.down_proj.weight"]
     assert (weight["action"], weight["shape"], weight["bytes_in"], weight["bytes_out"]) == ("quantize", [64, 96], 12288, 3460)
-    assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"]
+    assert sum(tensor["bytes_out"] for tensor in plan["tensors"]) == plan["bytes_out"] < plan["bytes_to_write"]
+    assert plan["bytes_free"] == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
     report = json.loads(run(*arguments).out)
     assert report["schema"] == "fp4kit.convert/1" and report["destination"] == str(tmp_path / "out")
     assert report["actions"] == {"copy": 26, "quantize": 3} and report["inexact"] == [] and report["replaced"] == 0
