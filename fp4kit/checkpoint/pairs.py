@@ -155,8 +155,10 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
     form = weight.container
     assert form is not None
     codes, scales = (readers.array(weight.parts[part]) for part in (CODES, SCALES))
-    if weight.experts > 1:
+    if len(weight.shape) == 3:
         codes, scales = codes[expert], scales[expert]
+    if weight.transposed:
+        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
     rows = weight.shape[-2]
     tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
     return StoredLayer(codes.reshape(rows, -1), scales, tensor_scale, _any_recipe(form))

@@ -250,7 +250,7 @@ class _Planner:
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
     def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
-        turned = len(weight.shape) == 3 and is_interleaved(self.config)
+        turned = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
         found = tuple(numbers(weight, "BF16", turned))
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.decode import decode_rows, scales_of
-from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.weights import Located, Weight
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader
 
@@ -68,11 +68,17 @@ class Slab(NamedTuple):
     tensor_scale: np.float32 | None = None
 
 
+def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
+    """The stored number of a matrix: its own, or the one that all experts share."""
+    stored = readers.array(weight.parts[part]).reshape(-1)
+    return np.float32(stored[expert if stored.size > 1 else 0])
+
+
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
     """What multiplies on decode: the stored number, or its reciprocal in float32 where that divides."""
     if weight.container is None or not weight.container.has_tensor_scale:
         return None
-    stored = np.float32(readers.array(weight.parts[TENSOR_SCALE]).reshape(-1)[expert])
+    stored = scalar_of(readers, weight, TENSOR_SCALE, expert)
     with np.errstate(all="ignore"):
         return np.float32(1) / stored if weight.container.divides else stored
 
@@ -99,15 +105,22 @@ def slabs(
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(most // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
-    turned = _Turned(readers, weight, expert) if weight.transposed else None
-    if turned is not None and not turned.is_read:
+    turned = {part: _Turned(readers, weight.parts[part], rows, expert) for part in _ROWS & set(weight.parts) if weight.transposed}
+    if not all(part.is_read for part in turned.values()):
         step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
     for start in range(first, end, step):
         count = min(step, end - start)
         if weight.container is not None:
-            yield _codes(readers, weight, expert, start, count, tensor_scale)
+            codes, scales = (
+                (turned[part].rows(start, count) for part in (CODES, SCALES)) if turned
+                else _codes(readers, weight, expert, start, count)
+            )  # fmt: skip
+            yield Slab(start, None, codes, scales, tensor_scale)
         else:
-            yield Slab(start, turned.rows(start, count) if turned else _values(readers, weight, expert, start, count))
+            yield Slab(start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count))
+
+
+_ROWS = {VALUES, CODES, SCALES}  # parts that have rows
 
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
@@ -117,7 +130,8 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     return raw.view(dtype).reshape(count, columns)
 
 
-def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int, tensor_scale: np.float32 | None) -> Slab:
+def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of rows."""
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
@@ -127,16 +141,19 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
     dtype = NUMPY_DTYPES[container.scales_dtype]
     line, first, lines = -(-columns // wide), -(-rows // high) * expert + start // high, -(-count // high)
     raw = readers.bytes(weight.parts[SCALES], first * line * dtype.itemsize, lines * line * dtype.itemsize)
-    return Slab(start, None, codes, raw.view(dtype).reshape(lines, line), tensor_scale)
+    return codes, raw.view(dtype).reshape(lines, line)
 
 
 class _Turned:
-    """Rows of a matrix that is stored as columns: of a small one at once, of a large one column by column of the file."""
+    """Rows of a matrix that is stored as columns: of a small one at once, of a large one column by column of the file.
 
-    def __init__(self, readers: Readers, weight: Weight, expert: int) -> None:
-        self._readers, self._weight = readers, weight
-        self._dtype = NUMPY_DTYPES[weight.dtype]
-        self._rows, self._columns = weight.shape[-2:]
+    rows: of the matrix, which are the last axis of its stack in the file.
+    """
+
+    def __init__(self, readers: Readers, place: Located, rows: int, expert: int) -> None:
+        self._readers, self._place = readers, place
+        self._dtype = NUMPY_DTYPES[place.entry.dtype]
+        self._rows, self._columns = rows, place.entry.shape[-2]
         self._first = expert * self._rows * self._columns
         self._all: np.ndarray | None = None
         if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
@@ -149,7 +166,7 @@ class _Turned:
 
     def _read(self, start: int, count: int) -> np.ndarray:
         size = self._dtype.itemsize
-        return self._readers.bytes(self._weight.located, (self._first + start) * size, count * size).view(self._dtype)
+        return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 
     def rows(self, start: int, count: int) -> np.ndarray:
         """Rows [start, start + count), contiguous."""

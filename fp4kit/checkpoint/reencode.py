@@ -136,12 +136,14 @@ def _job(
 ) -> tuple[Job | None, str]:
     """What makes a matrix anew, or why nothing can."""
     form, recipe = stored.container, settings.recipe
+    if form is not None and form.stack == "columns":
+        return None, f"{form} is only read"
     action = action_of(origin.weight.container, form)
     if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
-            return None, "no recipe is recorded"
+            return None, "no recipe is recorded; say --recipe"
         if form is None or not form.stores(recipe):
-            return None, f"{recipe.id} has no place in {form}"
+            return None, f"{recipe.id} has no place in {form}; say --recipe"
     targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
     return Job(
         f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,

@@ -237,7 +237,7 @@ class _Beside:
         found += [Issue("error", name, "is in the source, and not here") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]
         whys = Counter(check.why for check in self.checks if check.why)
-        found += [Issue("warning", "model", f"{n} layers are not made anew: {why}; say --recipe") for why, n in whys.items()]
+        found += [Issue("warning", "model", f"{n} layers are not made anew: {why}") for why, n in whys.items()]
         return found
 
 

@@ -117,13 +117,13 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
         return None
-    specs = container.specs(shape, INPUT_SCALE in parts)
+    specs, turned = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
     for part, place in parts.items():
         entry, (dtype, wanted) = place.entry, specs[part]
-        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(shape) == 2 and prod(entry.shape) == 1
+        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and (len(shape) == 2 or turned)
         if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
             return None
-    return Weight(module, parts[CODES].entry.name, shape, container, parts)
+    return Weight(module, parts[CODES].entry.name, shape, container, parts, turned)
 
 
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:

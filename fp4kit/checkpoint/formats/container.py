@@ -12,12 +12,14 @@ Of a layer P of shape [..., N, K], with codes and scales row-major and element 2
 | compressed-tensors mxfp8-quantized      | P.weight F8_E4M3 [N, K]     | P.weight_scale U8      |                               |
 | sglang-mxfp8                            | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv U8  |                               |
 | gpt-oss                                 | P_blocks U8 [E,N,K/32,16]   | P_scales U8 [E,N,K/32] |                               |
+| modelopt NVFP4 stacks                   | P U8 [E, K/2, N]            | P_weight_scale F8_E4M3 | P_weight_scale_2 F32 [] **    |
 | deepseek-v4                             | P.weight I8 [N, K/2]        | P.scale F8_E8M0        |                               |
 | deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
 | fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
 | fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
 
-*: the stored number divides on decode. Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
+*: the stored number divides on decode. **: scales are [E, K/16, N]; the last is one number for all experts, or one for each.
+Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
 compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release.
 """
 
@@ -66,7 +68,7 @@ class Container:
     scales_dtype: str
     tensor_scale_shape: tuple[int, ...] = ()
     divides: bool = False
-    keeps_stacks: bool = False  # stacks of experts stay whole; else each expert is a layer of its own
+    stack: str = ""  # how experts lie: each a layer of its own; "blocks": [E, N, K/32, 16]; "columns": [E, K/2, N]
 
     def __repr__(self) -> str:
         return self.name
@@ -83,6 +85,11 @@ class Container:
         return self.block[1]
 
     @property
+    def keeps_stacks(self) -> bool:
+        """Whether the experts of a stack are one layer."""
+        return bool(self.stack)
+
+    @property
     def has_tensor_scale(self) -> bool:
         """Whether a float32 scale of the whole layer is stored."""
         return TENSOR_SCALE in self.suffixes
@@ -92,11 +99,14 @@ class Container:
         *lead, rows, columns = shape
         height, width = self.block
         codes = (*lead, rows, columns * self.element.bits // 8)
-        if self.keeps_stacks:
+        scales = (*lead, -(-rows // height), -(-columns // width))
+        if self.stack == "blocks":
             codes = (*lead, rows, columns // width, width * self.element.bits // 8)
+        elif self.stack == "columns":
+            codes, scales = ((*lead, part[-1], part[-2]) for part in (codes, scales))
         found: dict[str, Spec] = {
             CODES: (self.codes_dtype, codes),
-            SCALES: (self.scales_dtype, (*lead, -(-rows // height), -(-columns // width))),
+            SCALES: (self.scales_dtype, scales),
         }
         if self.has_tensor_scale:
             found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
@@ -111,7 +121,11 @@ class Container:
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
         """[..., N, K] of a layer whose codes have a shape; None where they cannot be of this form."""
-        if self.keeps_stacks:
+        if self.stack == "columns":
+            if len(codes) != 3:
+                return None
+            codes = (codes[0], codes[2], codes[1])
+        if self.stack == "blocks":
             if len(codes) != 4 or codes[-1] != self.block[1] * self.element.bits // 8:
                 return None
             codes = (*codes[:-2], codes[-2] * codes[-1])
@@ -174,12 +188,17 @@ SGLANG_MXFP8 = Container(
     {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "U8",
 )  # fmt: skip
 GPT_OSS = Container(
-    "gpt-oss", "gpt-oss", "mxfp4", E2M1, E8M0, (1, 32), {CODES: "_blocks", SCALES: "_scales"}, "U8", "U8", keeps_stacks=True
+    "gpt-oss", "gpt-oss", "mxfp4", E2M1, E8M0, (1, 32), {CODES: "_blocks", SCALES: "_scales"}, "U8", "U8", stack="blocks"
 )
 DEEPSEEK_V4 = Container(
     "deepseek-v4", "deepseek-v4", "mxfp4", E2M1, E8M0, (1, 32), {CODES: ".weight", SCALES: ".scale"}, "I8", "F8_E8M0"
 )
 DEEPSEEK_V4_NVFP4 = replace(MODELOPT_NVFP4, name="deepseek-v4 nvfp4", format="deepseek-v4")
+MODELOPT_STACKS = Container(
+    "modelopt NVFP4 stacks", "", "nvfp4", E2M1, E4M3, (1, 16),
+    {CODES: "", SCALES: "_weight_scale", TENSOR_SCALE: "_weight_scale_2", INPUT_SCALE: "_input_scale"}, "U8", "F8_E4M3",
+    stack="columns",
+)  # fmt: skip
 FP8_BLOCKS = Container(
     "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
 )
@@ -189,7 +208,7 @@ FP8_POWERS = Container(
 
 CONTAINERS = (
     MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4,
-    DEEPSEEK_V4_NVFP4, FP8_BLOCKS, FP8_POWERS,
+    DEEPSEEK_V4_NVFP4, MODELOPT_STACKS, FP8_BLOCKS, FP8_POWERS,
 )  # fmt: skip
 
 

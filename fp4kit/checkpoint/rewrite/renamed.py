@@ -6,7 +6,7 @@ import numpy as np
 
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES
 from fp4kit.checkpoint.job import Job, Sink
-from fp4kit.checkpoint.reading import Readers, slabs
+from fp4kit.checkpoint.reading import Readers, scalar_of, slabs
 from fp4kit.checkpoint.rewrite.scalars import put_given_input_scale, put_input_scale, put_tensor_scale
 from fp4kit.checkpoint.weights import TENSOR_SCALE
 
@@ -20,7 +20,7 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
         output.put(SCALES, slab.scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
-            stored = np.float32(readers.array(job.weight.parts[part]).reshape(-1)[job.expert])
+            stored = scalar_of(readers, job.weight, part, job.expert)
             if have.divides == job.container.divides:
                 output.put(part, np.array([stored], np.float32))
             else:
