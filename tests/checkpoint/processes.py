@@ -94,25 +94,46 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@cache
-def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Exit code, and what the command writes on a terminal of so many columns."""
-    child, terminal = pty.fork()
-    if not child:
-        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
-        os.execve(sys.executable, [sys.executable, "-m", "fp4kit", *arguments], inherited)
+OF_ITS_OWN = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
+"""
+
+
+def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
+    """Start fp4kit with a terminal of so many columns, and return its other end. Without fork, which JAX does not allow."""
+    other_end, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
+    words = [sys.executable, "-c", OF_ITS_OWN, *map(str, arguments)]
+    process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=inherited)
+    os.close(terminal)
+    return process, other_end
+
+
+def read_to_the_end(other_end: int) -> bytes:
+    """What comes from a terminal until its last process is gone."""
     written = b""
     while True:
         try:
-            piece = os.read(terminal, 65536)
+            piece = os.read(other_end, 65536)
         except OSError as error:
             assert error.errno == errno.EIO
             break
         if not piece:
             break
         written += piece
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), written.decode()
+    os.close(other_end)
+    return written
+
+
+@cache
+def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
+    """Exit code, and what the command writes on a terminal of so many columns."""
+    process, other_end = with_terminal(columns, *arguments)
+    written = read_to_the_end(other_end)
+    return process.wait(60), written.decode()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import synthetic
 from exhaustive import exhaustive
-from processes import ROOT, command, content, ended, environment, on_terminal
+from processes import command, content, ended, environment, on_terminal, read_to_the_end, with_terminal
 
 from fp4kit.checkpoint import convert
 
@@ -101,21 +100,13 @@ def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
     """Ctrl-C goes to the process from the terminal, and the terminal is left as it was: no cursor hidden, no colour."""
     x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
     synthetic.write_model(tmp_path / "m", {}, x)
-    child, terminal = pty.fork()
-    if not child:
-        os.environ["PYTHONPATH"] = str(ROOT)
-        os.execv(sys.executable, [sys.executable, "-m", "fp4kit", "convert", str(tmp_path / "m"), str(tmp_path / "out")])
+    process, other_end = with_terminal(80, "convert", tmp_path / "m", tmp_path / "out")
     written = b""
     while b"converting" not in written:
-        written += os.read(terminal, 65536)
-    os.write(terminal, b"\x03")
-    while True:
-        try:
-            written += os.read(terminal, 65536)
-        except OSError:
-            break
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
-    os.close(terminal)
+        written += os.read(other_end, 65536)
+    os.write(other_end, b"\x03")
+    written += read_to_the_end(other_end)
+    assert process.wait(60) == 130
     assert b"\x1b" not in written and b"Traceback" not in written
     last, names = written.rpartition(b"\r ")[2], {path.name for path in tmp_path.iterdir()}
     assert f"interrupted; nothing was written as {tmp_path / 'out'}".encode() in last and names <= {"m", ".out.partial"}
