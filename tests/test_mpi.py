@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 
 HERE = Path(__file__).parent
 
@@ -28,7 +29,7 @@ def mpiexec() -> list[str]:
     return [found, *(("--allow-run-as-root", "--oversubscribe") if "Open MPI" in version or "OpenRTE" in version else ())]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *exhaustive([3, 4])])
 def test_processes(mpiexec, size) -> None:
     environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [*mpiexec, "-n", str(size), sys.executable, str(HERE / "mpi_cases.py"), str(size)]

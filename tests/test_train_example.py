@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_mpi import mpiexec  # noqa: F401  # the fixture
@@ -42,7 +43,7 @@ def test_500_steps():
     assert result.stdout.count("equal in every bit") == 3
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, *exhaustive([4])])
 def test_500_steps_on_mpi_processes(mpiexec, size):  # noqa: F811
     """Real processes, each with a part of the master weights and of the samples."""
     command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
