@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from codec_inputs import ALL_16_BITS, SWEEP
+from exhaustive import exhaustive
 from inputs import BF16, ML_DTYPES
 
 from fp4kit.arithmetic import is_ieee
@@ -86,7 +87,7 @@ def points(fmt):
 
 @every_format
 @every_rounding
-@pytest.mark.parametrize("saturate", [True, False])
+@pytest.mark.parametrize("saturate", [True, *exhaustive([False])])
 def test_every_value_and_midpoint_by_fractions(fmt, rounding, saturate):
     x = points(fmt)
     expected = [oracle(v, fmt, rounding, saturate) for v in x]
