@@ -154,9 +154,8 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
     """The parts of a layer as its file has them."""
     form = weight.container
     assert form is not None
-    codes, scales = (readers.array(weight.parts[part]) for part in (CODES, SCALES))
-    if len(weight.shape) == 3:
-        codes, scales = codes[expert], scales[expert]
+    stored = (weight.parts[part] for part in (CODES, SCALES))
+    codes, scales = (readers.matrix(part, expert) if len(weight.shape) == 3 else readers.array(part) for part in stored)
     if weight.transposed:
         codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
     rows = weight.shape[-2]

@@ -54,6 +54,13 @@ class Readers:
         """A whole tensor."""
         return self.of(place.file).read(place.entry)
 
+    def matrix(self, place: Located, index: int) -> np.ndarray:
+        """One of the matrices that a tensor has along its first axis."""
+        count, *shape = place.entry.shape
+        size = place.entry.nbytes // count
+        raw = self.of(place.file).read_bytes(place.entry, index * size, size)
+        return raw.view(NUMPY_DTYPES[place.entry.dtype]).reshape(shape)
+
 
 class Slab(NamedTuple):
     """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their scales.
