@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, Source
-from fp4kit.checkpoint.weights import Weight, looks_quantized
+from fp4kit.checkpoint.weights import Weight, looks_quantized, part_names
 from fp4kit.storage.errors import CheckpointError, listed
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError for a quantized tensor of no known form, and for a config that declares what no tensor is."""
     stored = [weight for weight in weights.values() if weight.container is not None]
-    known = {part.entry.name for weight in stored for part in weight.parts.values()}
+    known = part_names(stored)
     strange = [name for name, (_, entry) in source.tensors.items() if looks_quantized(entry) and name not in known]
     if strange:
         raise CheckpointError(

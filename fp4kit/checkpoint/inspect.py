@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, existing_file, open_model_files, resolved
-from fp4kit.checkpoint.weights import Weight, looks_quantized, weights_of
+from fp4kit.checkpoint.weights import Weight, looks_quantized, part_names, weights_of
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
@@ -45,7 +45,7 @@ class Checkpoint:
     @cached_property
     def unrecognised(self) -> tuple[str, ...]:
         """Tensors that look like a part of a quantized layer, and are of no container that is known."""
-        known = {part.entry.name for weight in self.layers.values() for part in weight.parts.values()}
+        known = part_names(self.layers.values())
         return tuple(name for name, (_, entry) in self.tensors.items() if name not in known and looks_quantized(entry))
 
     @property

@@ -26,7 +26,7 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -178,7 +178,7 @@ class _Planner:
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
         facts = model_facts(self.config)
-        parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
+        parts = part_names(self.weights.values()) - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
         decisions = decide(found, wishes, self.form.group_size)
         if experts_only(self.form):
@@ -223,7 +223,7 @@ class _Planner:
         return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
 
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
-        parts = {part.entry.name for weight in self.weights.values() for part in weight.parts.values()} - set(self.weights)
+        parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         extra = [] if self.form is None else [("fp4kit.recipe", self.request.recipe.id)]
         return ShardPlan(file.name, tensors, {"format": "pt", **file.metadata, **dict(extra), "fp4kit.version": __version__})

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.request import is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Wishes, decide
 from fp4kit.checkpoint.statistics import Tally
-from fp4kit.checkpoint.weights import Weight
+from fp4kit.checkpoint.weights import Weight, part_names
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterato
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """Linear layers and stacks of experts that are plain numbers, which engines ask the exclusion list about."""
     facts = model_facts(model.config or {})
-    parts = {part.entry.name for weight in model.layers.values() for part in weight.parts.values()}
+    parts = part_names(model.layers.values())
     found = []
     for name, (_, entry) in model.tensors.items():
         weight = model.weights.get(name)

@@ -72,6 +72,11 @@ def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
+def part_names(weights: Iterable[Weight]) -> set[str]:
+    """Names of all tensors that weights are stored in."""
+    return {part.entry.name for weight in weights for part in weight.parts.values()}
+
+
 def looks_quantized(entry: TensorEntry) -> bool:
     """Whether a tensor is a scale or the codes of a quantized layer."""
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
