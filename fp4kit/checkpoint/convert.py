@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import jobs, staging
-from fp4kit.checkpoint.execution import executor_of, run_all
+from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
-from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
+from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
 from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.sweep import Sweep
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
@@ -31,7 +32,6 @@ from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
 _BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
-T = TypeVar("T", Measured, Done)
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
@@ -76,8 +76,8 @@ def convert(
     """Convert the model directory ``source`` into the new directory ``destination``.
 
     Arguments are those of make_plan; options: how it is executed.
-    Raises CheckpointError before any work for what a plan can see, and before any tensor is written for NaN or infinity in
-    one that is to be quantized; whatever is raised, ``destination`` does not exist afterwards.
+    Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a tensor
+    that is to be quantized; whatever is raised, ``destination`` does not exist afterwards.
     Exact: codes and scales equal fp4kit.quantize of the whole tensor with the tensor amax of its sharing group, but for
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
@@ -160,7 +160,6 @@ class _Run:
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
-        self.tick: Progress = options.progress or (lambda count: None)
 
     def run(self) -> tuple[Done, ...]:
         """Write everything; returns what was done, in the order of the plan."""
@@ -169,116 +168,38 @@ class _Run:
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
             positions |= _lay_out(shard, self.folder)
-        all_jobs = tuple(jobs_of(self.plan, positions, tuple(self.options.devices) or (None,)))
-        with executor_of(self.options.executor, self.options.workers, bool(self.options.devices)) as executor:
-            shared = self._measure(all_jobs, executor)
-            done = self._write(all_jobs, shared, executor)
-            digests = self._finish(executor)
+        given, workers, devices = self.options.executor, self.options.workers, tuple(self.options.devices)
+        all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
+        files = [self.folder / shard.name for shard in self.plan.shards]
+        sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
+        with executor_of(given, workers, bool(devices)) as executor:
+            sweep.run(executor, calls_ahead(given, workers))
+            self._write_beside()
+            digests = self._digests(sweep.digests, executor)
         write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
-        return tuple(done[job.key] for job in all_jobs)
+        return tuple(sweep.done[job.key] for job in all_jobs)
 
-    def _measure(self, all_jobs: Iterable[Job], executor: Executor | None) -> dict[str, Measured]:
-        """Group -> what its members hold together."""
-        wanted = {job.key: job for job in all_jobs if job.is_measured}
-        found = {key: one for key, one in self.journal.measured.items() if key in wanted}
-        for key in found:
-            self.tick(wanted[key].nbytes_in)
-        for one in self._through(executor, jobs.measure, [(job,) for key, job in wanted.items() if key not in found]):
-            self.journal.note_measured(one)
-            found[one.key] = one
-        members: dict[str, list[Measured]] = defaultdict(list)
-        for key, job in wanted.items():
-            jobs.check_finite(job, found[key])
-            self._check_exact(job, found[key])
-            members[job.group].append(found[key])
-        return {group: jobs.join_group(list(ones)) for group, ones in members.items()}
-
-    def _check_exact(self, job: Job, found: Measured) -> None:
+    def _check(self, job: Job, found: Measured) -> None:
+        """Raise CheckpointError for what a measured weight may not hold."""
+        jobs.check_finite(job, found)
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise CheckpointError(
                 f"{job.name}: its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
             )
 
-    def _write(
-        self, all_jobs: Sequence[Job], shared: Mapping[str, Measured], executor: Executor | None
-    ) -> dict[str, Done]:
-        done = self._done_before(all_jobs, executor)
-        left = [(job, shared.get(job.group)) for job in all_jobs if job.key not in done]
-        for one in self._through(executor, jobs.write, left):
-            self.journal.note_done(one)
-            done[one.key] = one
-        return done
-
-    def _done_before(self, all_jobs: Iterable[Job], executor: Executor | None) -> dict[str, Done]:
-        """Jobs of an interrupted run whose bytes are still those that they wrote."""
-        noted, done = self.journal.done, {}
-        sizes = {job.key: job.nbytes_in for job in all_jobs}
-        for now in run_all(executor, jobs.read_back, [(job,) for job in all_jobs if job.key in noted]):
-            if now.crc32 == noted[now.key].crc32:
-                done[now.key] = noted[now.key]
-                self.tick(sizes[now.key])
-        return done
-
-    def _through(self, executor: Executor | None, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-        """Results of jobs as they come, with progress: read by read in this process, else job by job."""
-        if executor is None:
-            for call in calls:
-                with _Meter(self.tick, call[0].nbytes_in) as meter:
-                    result = function(*call, meter.count)
-                yield result
-            return
-        sizes = {call[0].key: call[0].nbytes_in for call in calls}
-        for one in run_all(executor, function, calls):
-            yield one
-            self.tick(sizes[one.key])
-
-    def _finish(self, executor: Executor | None) -> dict[str, tuple[str, int]]:
-        """Write what lies beside the tensors; returns name -> SHA-256 and bytes of every file."""
-        for shard in self.plan.shards:
-            self._sync(self.folder / shard.name)
+    def _write_beside(self) -> None:
+        """Write what lies beside the tensors."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
-        paths = [self.folder / name for name in names_in(self.folder)]
-        found = run_all(executor, _digest, [(path,) for path in paths])
-        return {path.relative_to(self.folder).as_posix(): (digest, nbytes) for path, digest, nbytes in found}
 
-    def _sync(self, path: Path) -> None:
-        """Push a file to the disk. What a disk did not take is not known, so that nothing is left to go on with."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError:
-            (self.folder / staging.JOURNAL).unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
-
-
-class _Meter:
-    """Progress of one job: as it reads, but in sum what it is planned to read."""
-
-    def __init__(self, tick: Progress, nbytes: int) -> None:
-        self._tick, self._left = tick, nbytes
-
-    def __enter__(self) -> _Meter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self.count(self._left)
-
-    def count(self, nbytes: int) -> None:
-        """Bytes were read."""
-        nbytes = min(nbytes, self._left)
-        self._left -= nbytes
-        if nbytes:
-            self._tick(nbytes)
-
-
-def _digest(path: Path) -> tuple[Path, str, int]:
-    return path, file_digest(path), path.stat().st_size
+    def _digests(self, known: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
+        """Of every file by its name, hashed where that is not known."""
+        paths = {name: self.folder / name for name in names_in(self.folder)}
+        new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in known))
+        found = {**known, **{one.path: one for one in new}}
+        return {name: found[path] for name, path in paths.items()}
 
 
 def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:

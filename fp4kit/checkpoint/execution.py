@@ -13,7 +13,8 @@ import secrets
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -21,17 +22,19 @@ from concurrent.futures import (
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
-    as_completed,
     wait,
 )
 from contextlib import contextmanager
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from fp4kit import __version__
 from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
+Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
+MANY = 1024  # calls that an executor has at a time where the number of its workers is not known: more than clusters have
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # that a scheduler and its first worker have to answer
 
@@ -54,7 +57,7 @@ def executor_of(given: Executor | None, workers: int, on_devices: bool = False) 
             threads.shutdown(wait=True, cancel_futures=True)
         return
     context = _Context()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin)
+    pool = _Processes(workers, mp_context=context, initializer=_begin)
     try:
         yield pool
     except BaseException:
@@ -63,6 +66,10 @@ def executor_of(given: Executor | None, workers: int, on_devices: bool = False) 
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+class _Processes(ProcessPoolExecutor):
+    """Worker processes that executor_of ends, whatever they do."""
 
 
 class _Context(multiprocessing.context.SpawnContext):
@@ -108,26 +115,48 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def run_all(executor: Executor | None, function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> Iterator[T]:
-    """Results of all calls as they come. After an error, or when the caller stops, those that have not begun are dropped, and the
-    others are waited for, so that nothing is written afterwards.
+def run_all(executor: Executor | None, queue: deque[Call[T]], width: int = MANY) -> Generator[T, None, None]:
+    """Results of the calls of a queue as they come. Who takes them may add calls meanwhile: what is at the left is next.
 
+    width: calls that an executor has at a time. After an error, or when the caller stops, those that have not begun are dropped,
+    and the others are waited for, so that nothing is written afterwards.
     Raises ChildProcessError where workers died.
     """
     if executor is None:
-        for call in calls:
+        while queue:
+            function, call = queue.popleft()
             yield function(*call)
         return
     run = secrets.token_hex(8)  # dask takes equal calls for one, whose result it may still have
-    pending: list[Future[T]] = [executor.submit(_call, __version__, run, function, call) for call in calls]
+    pending: set[Future[T]] = set()
+    finished: SimpleQueue[Future[T]] = SimpleQueue()
     try:
-        for future in as_completed(pending):
-            yield _result(future)
+        while queue or pending:
+            while queue and len(pending) < width:
+                pending.add(_submitted(executor, run, queue.popleft(), finished))
+            future = finished.get()
+            pending.remove(future)
+            with _deaths_told():
+                result = future.result()
+            yield result
     finally:
         for future in pending:
             future.cancel()
-        if not isinstance(executor, ProcessPoolExecutor):  # executor_of ends those
+        if not isinstance(executor, _Processes):
             wait(pending)
+
+
+def calls_ahead(given: Executor | None, workers: int) -> int:
+    """The width for executor_of's executor: a call that waits for each worker, so that what is added next begins soon."""
+    return MANY if given is not None else 2 * workers
+
+
+def _submitted(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
+    function, arguments = call
+    with _deaths_told():
+        future: Future[T] = executor.submit(_call, __version__, run, function, arguments)
+    future.add_done_callback(finished.put)
+    return future
 
 
 def _call(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
@@ -137,9 +166,10 @@ def _call(version: str, run: str, function: Callable[..., T], call: tuple[Any, .
     return function(*call)
 
 
-def _result(future: Future[T]) -> T:
+@contextmanager
+def _deaths_told() -> Iterator[None]:
     try:
-        return future.result()
+        yield
     except Exception as error:
         if isinstance(error, BrokenExecutor | CancelledError) or type(error).__name__ == "KilledWorker":  # dask's
             raise ChildProcessError("a worker process died, perhaps for want of memory; take fewer workers") from error

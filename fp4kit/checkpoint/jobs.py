@@ -1,5 +1,5 @@
 """The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any machine that
-sees the files. First every weight that needs it is measured; then every job writes its own bytes of the output files.
+sees the files. A job writes its own bytes of the output files; before, all weights of its group that need it are measured.
 """
 
 from __future__ import annotations

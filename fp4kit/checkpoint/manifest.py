@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.execution import run_all
 from fp4kit.checkpoint.files import contained
@@ -28,6 +29,19 @@ def _digest(file: Any) -> str:  # Python 3.10
     while data := file.read(1 << 20):
         whole.update(data)
     return whole.hexdigest()
+
+
+class Digest(NamedTuple):
+    """A file: its SHA-256, and its bytes."""
+
+    path: Path
+    sha256: str
+    nbytes: int
+
+
+def digest_of(path: Path) -> Digest:
+    """The digest of a file as it is."""
+    return Digest(path, file_digest(path), path.stat().st_size)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -52,9 +66,9 @@ def _is_inside(path: Path, folder: Path) -> bool:
     return True
 
 
-def manifest_of(digests: Mapping[str, tuple[str, int]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest; digests: name -> SHA-256 and bytes; facts: of the run."""
-    files = {name: {"sha256": digest, "bytes": nbytes} for name, (digest, nbytes) in sorted(digests.items())}
+def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest; digests: of every file, by its name; facts: of the run."""
+    files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
 
 
@@ -77,12 +91,9 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     if found is None:
         return None
     present, files = set(names_in(folder)), found["files"]
-    digests = dict(run_all(executor, _digest_of, [(folder, name) for name in files if name in present]))
+    names = {folder / name: name for name in files if name in present}
+    digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
     wrong = [f"{shown(name)}: has other bytes than were written" for name in digests if digests[name] != files[name]["sha256"]]
     missing = [f"{shown(name)}: is missing" for name in files if name not in present]
     strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
     return [*sorted(missing + wrong), *sorted(strange)]
-
-
-def _digest_of(folder: Path, name: str) -> tuple[str, str]:
-    return name, file_digest(folder / name)

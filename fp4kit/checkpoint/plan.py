@@ -309,7 +309,8 @@ def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Seque
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.name]
-            yield Job(tensor.name, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
+            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name  # no piece's, which ends with "#" and a number
+            yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue
         for piece in tensor.pieces:
             yield _job(plan, tensor, piece, positions, device[number % len(device)])

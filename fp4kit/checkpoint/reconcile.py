@@ -23,7 +23,7 @@ from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, Source, open_source
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.journal import source_facts
-from fp4kit.checkpoint.manifest import MANIFEST, file_digest, manifest_of, names_in
+from fp4kit.checkpoint.manifest import MANIFEST, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.reading import Readers, tensor_scale_of
 from fp4kit.checkpoint.rewrite.scalars import usable_tensor_scale
 from fp4kit.checkpoint.statistics import sqnr_db
@@ -178,7 +178,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
             if (model.root / name).is_file():
                 staging.copy_file(model.root / name, stage.folder / name)
         paths = {name: stage.folder / name for name in names_in(stage.folder)}
-        digests = {name: (file_digest(path), path.stat().st_size) for name, path in paths.items()}
+        digests = {name: digest_of(path) for name, path in paths.items()}
         facts: dict[str, Any] = {"version": __version__, "reconciled": sorted(changed), "source": source_facts(model)}
         write_file(stage.folder / MANIFEST, dump_object(manifest_of(digests, facts)))
 

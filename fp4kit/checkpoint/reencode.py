@@ -6,7 +6,7 @@ amax of a group that shares a tensor scale is measured in the source. Nothing la
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -189,14 +189,14 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
     """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to nbytes_read."""
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
-    for one in run_all(executor, jobs.measure, [(check.job,) for check in wanted.values()]):
+    for one in run_all(executor, deque((jobs.measure, (check.job,)) for check in wanted.values())):
         tick(wanted[one.key].nbytes)
         job = wanted[one.key].job
         assert job is not None
         members[job.group].append(one)
     shared = {group: jobs.join_group(found) for group, found in members.items()}
-    calls = [(check, shared.get(check.job.group) if check.job is not None else None) for check in checks]
-    for found in run_all(executor, look, calls):
+    calls = deque((look, (check, shared.get(check.job.group) if check.job is not None else None)) for check in checks)
+    for found in run_all(executor, calls):
         tick(found.check.nbytes)
         yield found
 

@@ -169,6 +169,18 @@ def copy_file(source: Path, destination: Path) -> None:
         os.fsync(writer.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Push a file of a partial directory to the disk. What a disk did not take is not known: the journal is removed then."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        path.with_name(JOURNAL).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
 class Stage:
     """The partial directory of a run. is_ours: what is in it may be removed; published: it has got its name."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -248,7 +248,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     with executor_of(options.executor, options.workers, bool(options.devices)) as executor:
         found = list(reencode.run(prepared.checks, executor, tick))
         changed = []
-        for stored, count in run_all(executor, _copy_differs, list(prepared.copies)):
+        for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
             tick(stored.entry.nbytes)
             changed += [(stored.entry.name, count)] if count else []
         told = differences(prepared.root, executor)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import deque
 from pathlib import Path
 
 from distributed import LocalCluster
@@ -28,7 +29,7 @@ def main() -> None:
     source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
     local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)
     with local, cluster(local.scheduler_address) as executor:
-        pids = set(run_all(executor, os.getpid, [() for _ in range(20)]))
+        pids = set(run_all(executor, deque([(os.getpid, ())] * 20)))
         assert pids and os.getpid() not in pids
         for _ in range(2):  # equal calls are done again, though dask may know their results
             convert(source, out, options=Options(executor=executor))
@@ -47,11 +48,11 @@ def main() -> None:
         convert(source, out, options=Options(executor=executor, resume=True))
         assert files_of(out) == whole
         try:
-            list(run_all(executor, write, [(None, None)]))
+            list(run_all(executor, deque([(write, (None, None))])))
         except AttributeError:
             print("errors come back")
         try:
-            list(run_all(executor, die, [()]))
+            list(run_all(executor, deque([(die, ())])))
         except ChildProcessError as error:
             print(error)
         print("workers:", len(pids))

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from collections import deque
 
 from fp4kit.checkpoint.convert import Options, convert
 from fp4kit.checkpoint.execution import cluster, run_all
@@ -18,7 +19,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _stop)
     with cluster() as executor:
         report = convert(source, destination, options=Options(int(workers), executor))
-        others = set(run_all(executor, os.getpid, [()] * 50)) - {os.getpid()}
+        others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}
     print(len(report.done), "jobs;", len(others), "other processes;", type(executor).__name__)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_any_executor(model: tuple[Path, dict[str, str]], tmp_path: Path, make: 
             convert(model[0], tmp_path / "out", options=Options(executor=executor))
             assert files_of(tmp_path / "out") == model[1]
             shutil.rmtree(tmp_path / "out")
-        assert list(run_all(executor, abs, [(-1,)])) == [1]  # it stays open
+        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]  # it stays open
 
 
 def spawning(workers: int) -> ProcessPoolExecutor:
@@ -101,7 +102,7 @@ def test_workers_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
     with executor_of(None, 2) as executor:
-        assert {found for found, _ in run_all(executor, settings, [()] * 8)} == {"1"}
+        assert {found for found, _ in run_all(executor, deque([(settings, ())] * 8))} == {"1"}
     assert os.environ["OMP_NUM_THREADS"] == "7" and "OPENBLAS_NUM_THREADS" not in os.environ
 
 
@@ -119,7 +120,7 @@ def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
     with pytest.raises(KeyboardInterrupt), executor_of(None, 2) as executor:
         assert executor is not None
         executor.submit(time.sleep, 300)
-        assert list(run_all(executor, abs, [(-1,)])) == [1]
+        assert list(run_all(executor, deque([(abs, (-1,))]))) == [1]
         raise KeyboardInterrupt
     assert time.monotonic() - start < 60 and not multiprocessing.active_children()
 
@@ -162,7 +163,7 @@ def test_nothing_runs_after_an_error() -> None:
 
     with ThreadPoolExecutor(2) as executor:
         with pytest.raises(RuntimeError):
-            list(run_all(executor, call, [(i,) for i in range(1000)]))
+            list(run_all(executor, deque((call, (i,)) for i in range(1000))))
         before = len(ran)
         assert before < 999
         executor.submit(int).result()

@@ -69,9 +69,9 @@ class Boom(BaseException):
 
 PLACES = (
     "jobs.amax_and_nonfinite", "rewrite.encoded.quantize", "jobs._Output.put", "jobs._Output.finish", "jobs.zlib.crc32",
-    "journal.Journal.note_measured", "journal.Journal.note_done", "convert._lay_out", "convert._digest", "convert.configs",
-    "convert.dump_object", "convert.manifest_of", "staging.copy_file", "staging.sync_directory", "staging.os.rename",
-    "staging.os.chmod",
+    "journal.Journal.note_measured", "journal.Journal.note_done", "convert._lay_out", "convert.configs",
+    "convert.dump_object", "convert.manifest_of", "convert.digest_of", "sweep.digest_of", "staging.sync_file",
+    "staging.copy_file", "staging.sync_directory", "staging.os.rename", "staging.os.chmod",
 )  # fmt: skip
 ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
 
@@ -163,7 +163,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     with monkeypatch.context() as patch:
-        _break(patch, "convert._digest", OSError("disk"))
+        _break(patch, "convert.digest_of", OSError("disk"))
         with pytest.raises(OSError, match="disk"):
             execute(plan, tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)

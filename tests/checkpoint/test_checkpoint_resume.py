@@ -54,6 +54,18 @@ def test_interrupted_again_and_again(model: Model) -> None:
     model.resume()
 
 
+def test_interrupted_at_every_read(model: Model) -> None:
+    """Groups of which some are measured, or written, go on where they were; so do files that wait for the disk."""
+    reads: list[int] = []
+    convert(model.source, model.folder / "again", options=Options(progress=reads.append))
+    for at in range(len(reads)):
+        with pytest.raises(KeyboardInterrupt):
+            model.convert(progress=stopping(at))
+        model.resume(workers=1)
+        shutil.rmtree(model.out)
+    assert len(reads) == JOBS + 14
+
+
 def test_progress_of_a_resumed_run_adds_up(model: Model) -> None:
     total: list[int] = []
     convert(model.source, model.folder / "again", options=Options(progress=total.append))
@@ -179,12 +191,16 @@ def test_nothing_to_resume(model: Model) -> None:
 
 def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(3)
+    known, again, measure = model.journal.read_text(), [], jobs.measure
 
-    def never(*arguments: object) -> None:
-        raise AssertionError
+    def noted(job: jobs.Job, *rest: Any) -> jobs.Measured:
+        again.append(job.key)
+        return measure(job, *rest)
 
-    monkeypatch.setattr(jobs, "measure", never)
+    monkeypatch.setattr(jobs, "measure", noted)
     model.resume()
+    assert len(again) == 14 - known.count('"measured"') and not [key for key in again if f'"measured": ["{key}"' in known]
+    assert 0 < len(again) < 14
 
 
 def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:

@@ -56,16 +56,17 @@ def test_verified_by_the_gpu(tmp_path: Path) -> None:
 
 def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.dense(tmp_path / "m")
-    plan, seen = make_plan(tmp_path / "m"), []
+    plan, seen = make_plan(tmp_path / "m"), {}
     write = jobs.write
 
     def noted(job: jobs.Job, *rest: object) -> jobs.Done:
         if job.action == jobs.QUANTIZE:
-            seen.append(job.device)
+            seen[job.key] = job.device
         return write(job, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(jobs, "write", noted)
     execute(plan, tmp_path / "out", Options(devices=PLACES))
-    assert seen == [PLACES[i % len(PLACES)] for i in range(14)]
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
+    keys = [job.key for job in jobs_of(plan, nowhere) if job.action == jobs.QUANTIZE]
+    assert seen == {keys[i]: PLACES[i % len(PLACES)] for i in range(14)}
     assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == jobs.QUANTIZE] == [0, 1] * 7

@@ -1,0 +1,239 @@
+"""The order of a conversion: a group is written when it is measured, a file goes to the disk when it is written."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+from kill_points import files_of
+from synthetic import refused
+
+from fp4kit.checkpoint import jobs, staging, sweep
+from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.execution import run_all
+from fp4kit.checkpoint.job import Job
+from fp4kit.checkpoint.manifest import differences
+from fp4kit.checkpoint.plan import jobs_of, make_plan
+
+SYNC = staging.sync_file
+
+
+class Inline(Executor):
+    """Does a call when it is submitted: the order of calls is the order of submission."""
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is done, in order: measure and write with their job; sync and hash with the name of their file."""
+    found: list[tuple[str, Any]] = []
+
+    def note(owner: Any, name: str, word: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(first: Any, *rest: Any) -> Any:
+            found.append((word, first.name if isinstance(first, Path) else first))
+            return call(first, *rest)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for owner, name, word in (
+        (jobs, "measure", "measure"), (jobs, "write", "write"), (staging, "sync_file", "sync"), (sweep, "digest_of", "hash"),
+    ):  # fmt: skip
+        note(owner, name, word)
+    return found
+
+
+@contextmanager
+def inline(*given: object) -> Iterator[Executor]:
+    yield Inline()
+
+
+def places(seen: list[tuple[str, Any]], word: str, wanted: Callable[[Any], bool]) -> list[int]:
+    return [i for i, (found, about) in enumerate(seen) if found == word and wanted(about)]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_group_is_written_as_soon_as_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, Any]], ahead: int
+) -> None:
+    """Before anything else is read, but for what two workers have been given already: 2 x 2 - 1 calls, and their groups."""
+    synthetic.dense(tmp_path / "m")
+    if ahead:
+        monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "executor_of", inline)
+    convert(tmp_path / "m", tmp_path / "out", options=Options(workers=2 if ahead else 1))
+    read = [(word, job) for word, job in seen if word in ("measure", "write")]
+    groups = {job.group for word, job in read if word == "measure"}
+    assert len(groups) == 8
+    for group in groups:
+        measured = places(read, "measure", lambda job, group=group: job.group == group)
+        written = places(read, "write", lambda job, group=group: job.group == group and job.is_measured)
+        assert len(written) == len(measured)
+        assert max(measured) < min(written) <= max(measured) + ahead + 1
+        assert max(written) < min(written) + len(written) + 3 * ahead
+    plan = make_plan(tmp_path / "m")
+    nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
+    planned = [job.key for job in jobs_of(plan, nowhere) if job.is_measured]
+    assert [job.key for word, job in seen if word == "measure"] == planned and len(planned) == 14
+
+
+def test_a_file_is_closed_as_soon_as_it_is_written(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
+    synthetic.moe(tmp_path / "m")
+    out = convert(tmp_path / "m", tmp_path / "out").destination
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(files) > 1
+    for name in files:
+        last = max(places(seen, "write", lambda job, name=name: name in {target.path.name for target in job.targets}))
+        assert seen[last + 1 : last + 3] == [("sync", name), ("hash", name)]
+    assert min(places(seen, "sync", bool)) < max(places(seen, "measure", bool))
+    assert len(places(seen, "hash", bool)) == len(places(seen, "sync", bool)) == len(files)
+
+
+def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
+    """All of its tensors are parts of weights in another one."""
+    tensors = {"a.weight_packed": np.full((4, 32), 0x21, np.uint8), "a.weight_scale": np.full((4, 2), 127, np.uint8)}
+    declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors, lambda name: int("scale" in name))
+    out = convert(tmp_path / "m", tmp_path / "out", format="modelopt").destination
+    assert sorted(about for word, about in seen if word == "sync") == [path.name for path in sorted(out.glob("*.safetensors"))]
+    assert len(list(out.glob("*.safetensors"))) == 2 and differences(out) == []
+
+
+def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
+    """What comes later is not read any more, and what was written is gone."""
+    names = [f"model.layers.{i}.mlp.down_proj" for i in range(4)]
+    tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in names}
+    tensors[f"{names[2]}.weight"][1, 1] = np.nan
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    with refused(f"{names[2]}.weight: 1 of 4096 values are NaN or infinite"):
+        convert(tmp_path / "m", tmp_path / "out")
+    words = [(word, names.index(job.key.partition("#")[0])) for word, job in seen]
+    assert words == [("measure", 0), ("write", 0), ("measure", 1), ("write", 1), ("measure", 2)]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing writes any more when the directory is removed."""
+    tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
+    tensors["d.weight"][1, 1] = np.nan
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    running, write, remove = set(), jobs.write, staging._remove
+
+    def noted(job: Job, *rest: Any) -> jobs.Done:
+        running.add(job.key)
+        try:
+            return write(job, *rest)
+        finally:
+            running.remove(job.key)
+
+    def checked(partial: Path) -> None:
+        assert not running
+        remove(partial)
+
+    monkeypatch.setattr(jobs, "write", noted)
+    monkeypatch.setattr(staging, "_remove", checked)
+    with ThreadPoolExecutor(4) as pool, refused("d.weight: 1 of 4096 values are NaN or infinite"):
+        convert(tmp_path / "m", tmp_path / "out", options=Options(executor=pool))
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
+    """The bytes of each are its own."""
+    tensors = {"a.weight": synthetic.random("a", (64, 64)), "a#0": np.arange(5.0, dtype=np.float32), "a#": np.ones(3, np.float32)}
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    plan, ticks = make_plan(tmp_path / "m"), []
+    report = execute(plan, tmp_path / "out", Options(progress=ticks.append))
+    data = (report.destination / "model.safetensors").read_bytes()
+    assert tensors["a#0"].tobytes() in data and tensors["a#"].tobytes() in data
+    assert len(report.done) == 3 and sum(ticks) == bytes_to_read(plan)
+
+
+def on_a_bad_disk(path: Path) -> None:
+    """In a worker: staging.sync_file where the disk fails."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        SYNC(path)
+
+
+@pytest.mark.parametrize("where", ["one process", "processes", "threads"])
+def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Whichever worker finds out: the journal is gone when the error comes."""
+    synthetic.dense(tmp_path / "m")
+    whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(staging, "sync_file", on_a_bad_disk)
+        options = {"one process": Options(), "processes": Options(2), "threads": Options(executor=pool)}[where]
+        with pytest.raises(OSError, match="Input/output error"):
+            convert(tmp_path / "m", tmp_path / "out", options=options)
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "whole"}
+    assert files_of(convert(tmp_path / "m", tmp_path / "out").destination) == whole
+
+
+@pytest.mark.parametrize("width", [0, 1, 2, 4])
+def test_what_is_added_at_the_left_is_next(width: int) -> None:
+    """But for width - 1 calls that the executor has already; 0: without one. Calls may be added with the last result, too."""
+    executor, width = Inline() if width else None, max(width, 1)
+    queue = deque((int, (i,)) for i in range(10))
+    found = []
+    for one in run_all(executor, queue, width):
+        found.append(one)
+        if one in (3, 9):
+            queue.extendleft([(int, (one * 10 + 1,)), (int, (one * 10,))])
+    ahead = list(range(4, 3 + width))
+    assert found == [*range(4), *ahead, 30, 31, *range(4 + len(ahead), 10), 90, 91]
+
+
+def test_an_executor_has_no_more_calls_than_its_width() -> None:
+    class Counting(Executor):
+        """Ends a call when so many are waiting as may."""
+
+        def __init__(self) -> None:
+            self.waiting: list[Future[Any]] = []
+            self.most = 0
+
+        def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+            self.waiting.append(future)
+            self.most = max(self.most, len(self.waiting))
+            if len(self.waiting) == 3:
+                self.waiting.pop(0).set_result(function(*arguments))
+            return future
+
+    executor = Counting()
+    results = run_all(executor, deque((int, (i,)) for i in range(20)), 3)
+    assert [next(results) for _ in range(10)] == list(range(2, 12)) and executor.most == 3
+    for future in executor.waiting:
+        assert future.cancel() and not future.set_running_or_notify_cancel()  # as an executor does
+    results.close()
+
+
+def test_an_executor_that_breaks_between_calls() -> None:
+    class Broken(Inline):
+        def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
+            if arguments[-1] == (2,):
+                raise BrokenExecutor("terminated abruptly")
+            return super().submit(function, *arguments)
+
+    with pytest.raises(ChildProcessError, match="a worker process died"):
+        list(run_all(Broken(), deque((int, (i,)) for i in range(4)), 1))
