@@ -18,6 +18,7 @@ import fp4kit
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import below_target  # noqa: E402
+import bench_small  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
@@ -238,6 +239,31 @@ def test_summary_takes_the_wanted_rows():
     ]
     with pytest.raises(ValueError, match=r"has no row for \[\('quantize', 'nvfp4-te'\)\]"):
         report.summary(record, [("quantize", "nvfp4-te")])
+
+
+def test_rows_of_another_process_are_ordinary_ones(monkeypatch, capsys):
+    row = a_row(kind="host", copy_us=None, target_us=20)
+
+    def in_torch(bench):
+        assert bench.repeat == 7
+        print("said on the way")
+        bench.rows += [row, row]
+
+    monkeypatch.setattr(bench_small, "in_torch", in_torch)
+    bench_small.print_in_torch(7)
+    printed = SimpleNamespace(stdout=capsys.readouterr().out)
+    monkeypatch.setattr(bench_small.subprocess, "run", lambda command, **options: printed)
+    bench = measure.Bench(repeat=7)
+    bench_small.from_child(bench)
+    assert bench.rows == [row, row] and capsys.readouterr().out == f"{row}\n{row}\n"
+
+
+def test_a_process_without_torch_gives_no_rows(monkeypatch, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{BENCHMARKS.parent}")
+    bench = measure.Bench(repeat=7)
+    bench_small.from_child(bench)
+    assert bench.rows == []
 
 
 @pytest.mark.parametrize("name", run.names())
