@@ -140,10 +140,9 @@ def run_all(executor: Executor | None, queue: deque[Call[T]], width: int = MANY)
                 result = future.result()
             yield result
     finally:
-        for future in pending:
-            future.cancel()
+        begun = [future for future in pending if not future.cancel()]  # dask may never tell the end of one that it cancelled
         if not isinstance(executor, _Processes):
-            wait(pending)
+            wait(begun)
 
 
 def calls_ahead(given: Executor | None, workers: int) -> int:

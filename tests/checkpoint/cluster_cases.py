@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from distributed import LocalCluster
+from distributed import Client, LocalCluster
 from kill_points import files_of
 
 from fp4kit.checkpoint import execution, staging
@@ -55,6 +55,8 @@ def main() -> None:
             list(run_all(executor, deque([(die, ())])))
         except ChildProcessError as error:
             print(error)
+        with Client(local) as client:
+            client.wait_for_workers(2, timeout=60)  # closing fails while one that died begins again
         print("workers:", len(pids))
     execution._SECONDS = 1
     try:
