@@ -8,13 +8,14 @@ import numpy as np
 
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.call.parse import Declined
+from fp4kit.cpu import engine as cpu
 from fp4kit.cuda import engine as cuda
 from fp4kit.reference import engine as reference
 
 
 def engines_of(array: Any) -> tuple[Any, ...]:
     """The engines that take an array, the one to ask first in front."""
-    return (reference,) if isinstance(array, np.ndarray) else (cuda,)
+    return (cpu, reference) if isinstance(array, np.ndarray) else (cuda,)
 
 
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:

@@ -45,7 +45,7 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _reciprocal_table() -> np.ndarray:
+def reciprocal_table() -> np.ndarray:
     # int8 [2^23]: rcp.approx.ftz.f32 of 1.m minus the correctly rounded reciprocal, in ulp; measured on an H200 (sm_90).
     with resources.files("fp4kit.reference").joinpath("rcp_approx_sm90.npz").open("rb") as file:
         return np.load(file)["delta"]
@@ -63,7 +63,7 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
     ordinary = np.isfinite(exact) & np.isfinite(x)
     bits = x.view(np.int32)
     significand = (bits & 0x7FFFFF | 0x3F800000).view(np.float32)
-    near = (np.float32(1) / significand).view(np.int32) + _reciprocal_table()[bits & 0x7FFFFF]
+    near = (np.float32(1) / significand).view(np.int32) + reciprocal_table()[bits & 0x7FFFFF]
     exponent = np.where(ordinary, ((bits >> 23) & 0xFF) - 127, 0)
     scaled = np.ldexp(near.view(np.float32).astype(np.float64), -exponent)  # exact
     magnitude = np.where(scaled < FLT_MIN, np.float32(0), scaled).astype(np.float32)

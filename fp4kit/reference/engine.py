@@ -5,9 +5,10 @@ cuda.engine has the same functions for CuPy arrays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.stack import stack
-from fp4kit.reference.stochastic import RandomBytes, stream_tile
+from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
 __all__ = [
@@ -83,22 +84,31 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
     return np.asarray(parts, np.float32).reshape(shape)
 
 
-def _tensor_amax(call: Call) -> np.ndarray | None:
+class Matrices(NamedTuple):
+    """The functions that do a whole array, or one matrix: those of the specification, or of an engine that uses the rest of this."""
+
+    tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
+    quantize: Callable[..., None] = quantize_matrix
+    encode: Callable[..., None] = encode_matrix
+    dequantize: Callable[..., None] = dequantize_matrix
+
+
+def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
     """The tensor_amax of a call, given or computed; None for recipes without a tensor scale."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
-    return compute_tensor_amax(call.moved, call.recipe, call.mask)
+    return by.tensor_amax(call.moved, call.recipe, call.mask)
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------------
 
 
-def quantize(call: Call) -> Quantized:
+def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes and scales of call.moved, into call.out or a new Quantized."""
-    amax, r = _tensor_amax(call), call.recipe
+    amax, r = _tensor_amax(call, by), call.recipe
     packed, scales = _direct_outputs(call)
     if call.x.size:
-        _quantize_matrices(call, amax, packed, scales)
+        _quantize_matrices(call, amax, packed, scales, by)
     swizzled = None if scales is None else swizzle_scales(scales, call.layout)
     decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
     if call.out is None:
@@ -118,13 +128,13 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     return quantize(row), quantize(column)
 
 
-def quantize_with_scales(call: Call) -> Quantized:
+def quantize_with_scales(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
     out, r = call.out, call.recipe
     direct = out is not None and out.packed.flags.c_contiguous
     packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
     if call.x.size:
-        _encode_matrices(call, packed)
+        _encode_matrices(call, packed, by)
     scales, tensor = call.block_scale, call.tensor_scale
     if out is None:
         scales, tensor = (None if a is None else a.copy() for a in (scales, tensor))
@@ -135,7 +145,7 @@ def quantize_with_scales(call: Call) -> Quantized:
     return out
 
 
-def _encode_matrices(call: Call, packed: np.ndarray) -> None:
+def _encode_matrices(call: Call, packed: np.ndarray, by: Matrices) -> None:
     r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
     x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -144,7 +154,7 @@ def _encode_matrices(call: Call, packed: np.ndarray) -> None:
     for i, matrix in enumerate(x):
         part = TensorScale(*(part_of(np.asarray(p), r, i, (B, M)) for p in tensor))
         options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
-        encode_matrix(matrix, r, part, None if scales is None else scales[i], codes[i], options)
+        by.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
 
 
 def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
@@ -158,7 +168,9 @@ def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     return packed, out.block_scale if out is not None and direct else np.empty(scale_shape(shape, r), np.uint8)
 
 
-def _quantize_matrices(call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None) -> None:
+def _quantize_matrices(
+    call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, by: Matrices
+) -> None:
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -168,7 +180,7 @@ def _quantize_matrices(call: Call, amax: np.ndarray | None, packed: np.ndarray, 
         blocks = None if blocks_of is None else blocks_of[i][:: r.block_rows]
         options = MatrixOptions(blocks, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
-        quantize_matrix(matrix, r, part_of(amax, r, i, (B, M)), codes[i], out_scales, options)
+        by.quantize(matrix, r, part_of(amax, r, i, (B, M)), codes[i], out_scales, options)
 
 
 def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
@@ -176,19 +188,20 @@ def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> Ran
     if random is None:
         return None
     if isinstance(random, np.ndarray):
-        matrix = stack(random, r, True)[i]
-        return lambda rows, columns: matrix[rows, columns]
-    return lambda rows, columns: stream_tile(random, i * prod(shape), shape[1], rows, columns)
+        return Given(stack(random, r, True)[i])
+    return Stream(random, i * prod(shape), shape[1])
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------------
 
 
-def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
+def dequantize(
+    q: Quantized, dtype: np.dtype, out: np.ndarray | None = None, by: Matrices = Matrices()  # noqa: B008  (a tuple)
+) -> np.ndarray:
     """Values of q, rounded to dtype; in out, or a new array."""
     moved = np.empty(q.moved_shape, dtype)
     if moved.size:
-        _dequantize_matrices(q, moved)
+        _dequantize_matrices(q, moved, by)
     values = np.moveaxis(moved, -1, q.axis)
     if out is None:
         return values
@@ -196,7 +209,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     return out
 
 
-def _dequantize_matrices(q: Quantized, moved: np.ndarray) -> None:
+def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
@@ -204,7 +217,7 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray) -> None:
     tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
     for i in range(B):
         part = TensorScale(*(part_of(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
-        dequantize_matrix(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
+        by.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
@@ -221,7 +234,7 @@ def fake_quantize(call: Call) -> np.ndarray:
     """Values of the recipe's fake_rule; without one, of the codes."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call), call.x.dtype)
-    amax, r = _tensor_amax(call), call.recipe
+    amax, r = _tensor_amax(call, Matrices()), call.recipe
     moved = np.empty(call.moved.shape, call.x.dtype)
     if moved.size:
         x = stack(call.moved, r, is_per_expert(amax, r))

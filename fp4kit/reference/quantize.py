@@ -143,7 +143,7 @@ def quantize_matrix(
             tensor.cut(rows, blocks),
             x.dtype,
             None if options.block_amax is None else options.block_amax[_block_rows(rows, recipe), blocks],
-            None if options.random is None else options.random(rows, columns),
+            None if options.random is None else options.random.tile(rows, columns),
         )
         packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
         if scales is not None:
@@ -160,7 +160,7 @@ def encode_matrix(
         tile = widen(x[rows, columns], recipe, options.hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         tile_scales = None if scales is None else scales[rows, blocks]
-        random = None if options.random is None else options.random(rows, columns)
+        random = None if options.random is None else options.random.tile(rows, columns)
         codes = encode_tile(tile, recipe, tensor.cut(rows, blocks), x.dtype, tile_scales, random)
         packed[rows, packing.length(columns.start) : packing.length(columns.stop)] = layouts.packed(codes, packing)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from fp4kit.formats import ElementFormat
 from fp4kit.reference.codec import encode_magnitude
 from fp4kit.rounding import exponent_field, power_of_two
-
-RandomBytes = Callable[[slice, slice], np.ndarray]  # (rows, columns) of a matrix -> uint8 (m, k)
 
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -46,13 +44,33 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
     return words.astype("<u4").view(np.uint8).reshape(-1)[offset : offset + count]
 
 
-def stream_tile(seed: int, first: int, K: int, rows: slice, columns: slice) -> np.ndarray:
-    """stream_bytes of a tile of a matrix with K columns whose element (0, 0) has index `first`."""
-    m, k = rows.stop - rows.start, columns.stop - columns.start
-    start = first + rows.start * K + columns.start
-    if k == K:
-        return stream_bytes(seed, start, m * k).reshape(m, k)
-    return np.stack([stream_bytes(seed, start + row * K, k) for row in range(m)])
+class Stream(NamedTuple):
+    """Random bytes of a matrix with K columns from the stream of a seed; element (0, 0) has index `first`."""
+
+    seed: int
+    first: int
+    K: int
+
+    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+        """Those of a tile: uint8 (m, k)."""
+        m, k = rows.stop - rows.start, columns.stop - columns.start
+        start = self.first + rows.start * self.K + columns.start
+        if k == self.K:
+            return stream_bytes(self.seed, start, m * k).reshape(m, k)
+        return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
+
+
+class Given(NamedTuple):
+    """Random bytes of a matrix as the caller has them: uint8 (M, K)."""
+
+    bytes: np.ndarray
+
+    def tile(self, rows: slice, columns: slice) -> np.ndarray:
+        """Those of a tile."""
+        return self.bytes[rows, columns]
+
+
+RandomBytes = Stream | Given
 
 
 def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ import fp4kit.cuda
 from fp4kit import interop
 from fp4kit.cuda import geometry, loader
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.reference.arith import _reciprocal_table
+from fp4kit.reference.arith import reciprocal_table
 
 __all__ = ["SANITIZERS", "Compiler", "DeviceArray", "Host", "Instantiation", "Program", "launching_on", "program_text"]
 __all__ += ["recorded", "require_compiler"]
@@ -224,7 +224,7 @@ class Host:
         """checks_all: every launch runs under the sanitizers that the compiler has; else, of what is built, to_sanitize."""
         self.compiler, self._folder, self._sources, self._checks_all = compiler, folder, sources, checks_all
         self._table = folder / "reciprocals"
-        _reciprocal_table().tofile(self._table)
+        reciprocal_table().tofile(self._table)
         self._programs: dict[Instantiation, tuple[Future[Program], int]] = {}
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
 

@@ -20,7 +20,7 @@ from host.harness import SANITIZERS, Compiler, Instantiation, launching_on, prog
 
 from fp4kit.cuda import loader
 from fp4kit.cuda import prepared as prepared_call
-from fp4kit.reference.arith import _reciprocal_table
+from fp4kit.reference.arith import reciprocal_table
 
 # A GPU refuses an address that is not aligned, which the host's CPU takes. Each library keeps its symbols to itself: two of them
 # have templates of one name and other types.
@@ -52,7 +52,7 @@ class Libraries:
     def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
         plain = tuple(flag for flag in compiler.command if flag not in SANITIZERS)
         self._compiler, self._folder, self._sources = Compiler((*plain, *FLAGS, *ALIGNMENT)), folder, sources
-        self._table = _reciprocal_table()
+        self._table = reciprocal_table()
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
         self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by the .cu file

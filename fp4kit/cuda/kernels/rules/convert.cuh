@@ -37,6 +37,14 @@ FP4KIT_DEVICE bool has_sign(float x) {
   return !(x > 0.0f);
 }
 
+// y with the sign that its code has.
+template <Sign kSign>
+FP4KIT_DEVICE float with_code_sign(float y) {
+  if constexpr (kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
+  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);     // 0 -> -0
+  return y;
+}
+
 // Code of x. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x) {

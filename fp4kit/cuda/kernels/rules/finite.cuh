@@ -62,19 +62,11 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   return y;
 }
 
-// y with the sign that its code has.
-template <class R>
-FP4KIT_DEVICE float with_code_sign(float y) {
-  if constexpr (R::kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
-  if constexpr (R::kSign == Sign::not_positive) return -(0.0f - y);     // 0 -> -0
-  return y;
-}
-
-// The same of what scaled_finite makes of x: the fma of a quotient makes 0 of -0.
+// with_code_sign of what scaled_finite makes of x: the fma of a quotient makes 0 of -0.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
-  return with_code_sign<R>(y);
+  return with_code_sign<R::kSign>(y);
 }
 
 // The same of a pair of 16-bit elements, whose signs are their products' too.
@@ -106,7 +98,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u32 sign = run.w[first + i];
-      y[i] = R::kSign == Sign::signbit ? float_of(sign) : with_code_sign<R>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
+      y[i] = R::kSign == Sign::signbit ? float_of(sign) : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
     }
     return nibble_signs(y);
   }

@@ -1,0 +1,81 @@
+"""Writes source/recipes.inc: the rules and the arithmetic of elements that the recipes of the table need, as C++ from their data.
+
+    python -m fp4kit.cpu.generate
+
+A test compares the file with what this makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fp4kit.cpu.keys import element_key, rule_key
+from fp4kit.cuda.traits import format_struct
+from fp4kit.formats import ElementFormat
+from fp4kit.recipes import Recipe, recipes
+from fp4kit.recipes.table import recipe
+
+PATH = Path(__file__).parent / "source" / "recipes.inc"
+
+
+def text() -> str:
+    """The file."""
+    table = [recipe(name) for name in recipes()]
+    formats = {f.name: f for r in table for f in (r.element, r.scale) if f is not None}
+    rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
+    elements = {element_key(r): r for r in reversed(table)}
+    return "\n".join(
+        [
+            "// Written by cpu/generate.py from the recipes of the table.",
+            "// clang-format off",
+            *(format_struct(f, _format(f)) for _, f in sorted(formats.items())),
+            *_structs("Rule", rules, _rule),
+            *_structs("Element", elements, _element),
+            _list("FP4KIT_RULES", "FP4KIT_RULE", "Rule", rules),
+            _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
+            "",
+        ]
+    )
+
+
+def _format(f: ElementFormat) -> str:
+    return f"Format_{f.name}"
+
+
+def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
+    return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
+
+
+def _rule(r: Recipe) -> list[str]:
+    assert r.scale is not None
+    return [
+        f"using Element = {_format(r.element)};",
+        f"using Scale = {_format(r.scale)};",
+        f"using BlockRule = block_{r.block_rule};",
+        f"static constexpr int kScaleMax = {r.scale_max};",
+        f"static constexpr bool kPropagateNan = {_bool(r.amax_nan == 'propagate')};",
+    ]
+
+
+def _element(r: Recipe) -> list[str]:
+    flags = {"kDivide": r.apply == "divide", "kFlush": r.flush, "kRoundScaled": r.round_scaled, "kNarrow": r.narrow}
+    return [
+        f"using Format = {_format(r.element)};",
+        f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
+        f"static constexpr Sign kSign = Sign::{r.sign};",
+        *(f"static constexpr bool {name} = {_bool(value)};" for name, value in flags.items()),
+    ]
+
+
+def _bool(value: bool) -> str:
+    return str(value).lower()
+
+
+def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
+    entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
+    return f"#define {name} " + " ".join(entries)
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())

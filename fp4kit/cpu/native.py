@@ -1,0 +1,174 @@
+"""The compiled library: which one is loaded, its functions, and the number of threads that they take."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp4kit.arguments import as_index
+from fp4kit.cpu.digest import digest
+from fp4kit.reference.arith import reciprocal_table
+
+ELEMENTS_PER_THREAD = 1 << 16  # another thread is worth its waking from here on
+ELEMENTS_PER_CALL = 1 << 26  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
+_threads: ContextVar[int | None] = ContextVar("threads", default=None)
+_default: list[int] = []
+
+
+_SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
+
+
+class Source(ctypes.Structure):
+    """A matrix anywhere in memory; steps are in elements."""
+
+    _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
+
+
+class EncodeCall(ctypes.Structure):
+    """Of fp4kit_encode; see source/engine.cpp."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("encode", "decode", "amax")),
+        ("tensor_step", c_int64),
+        *((name, c_void_p) for name in ("block_amax", "factors")),
+        ("block_step", c_int64),
+        ("random", c_void_p),
+        ("random_step", c_int64),
+        ("seed", POINTER(c_uint64)),
+        *((name, c_int64) for name in ("first", "stride")),
+        *((name, c_void_p) for name in ("packed", "scales")),
+        *((name, c_int64) for name in ("packed_step", "scales_step")),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width")),
+        *((name, c_int32) for name in ("input", "rule", "element", "block", "block_rows", "threads")),
+    ]
+
+
+class AmaxCall(ctypes.Structure):
+    """Of fp4kit_amax."""
+
+    _fields_ = [
+        ("x", Source),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("out_step", "height", "width")),
+        *((name, c_int32) for name in ("input", "block", "block_rows", "threads")),
+    ]
+
+
+class DecodeCall(ctypes.Structure):
+    """Of fp4kit_decode."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "scales", "table")),
+        ("table_step", c_int64),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "height", "width")),
+        *((name, c_int32) for name in ("itemsize", "four", "block", "threads")),
+    ]
+
+
+class Library(NamedTuple):
+    """A library, and the level of processors that it is for; or None, and why."""
+
+    functions: Any
+    level: str
+
+
+def _load(level: str) -> Any:
+    """The library of a level; OSError where there is none that was made from these sources."""
+    found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
+    if not found:
+        raise OSError("it is not compiled here; install fp4kit where there is a C++ compiler")
+    functions = ctypes.CDLL(str(found[0]))
+    for name, result, arguments in (
+        ("digest", c_char_p, []), ("level", c_char_p, []), ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
+        ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
+        ("amax", c_uint32, [POINTER(AmaxCall)]), ("decode", None, [POINTER(DecodeCall)]),
+    ):  # fmt: skip
+        function = getattr(functions, f"fp4kit_{name}")
+        function.restype, function.argtypes = result, arguments
+    if functions.fp4kit_digest().decode() != digest():
+        raise OSError("it was compiled from other sources; install fp4kit again")
+    return functions
+
+
+@cache
+def library() -> Library:
+    """The library for this processor: the best one that there is."""
+    try:
+        base = _load("base")
+        level = base.fp4kit_level().decode()
+        functions = base if level == "base" else _load(level)
+    except (OSError, AttributeError) as error:
+        return Library(None, str(error))
+    functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
+    return Library(functions, level)
+
+
+def set_num_threads(count: int) -> None:
+    """The threads that a call of the host's engine takes at most, in this process from now on; 1 for the calling one alone.
+
+    By default as many as the process may run on, or OMP_NUM_THREADS where that is set, as joblib and dask do in their workers.
+    Two calls at a time do not share them: the second one does its work alone.
+
+    >>> import fp4kit
+    >>> before = fp4kit.num_threads()
+    >>> fp4kit.set_num_threads(1)
+    >>> fp4kit.num_threads()
+    1
+    >>> fp4kit.set_num_threads(before)
+    """
+    _default[:] = [_checked("set_num_threads", count)]
+
+
+def _checked(op: str, count: Any) -> int:
+    number = as_index(op, "threads", count)
+    if number < 1:
+        raise ValueError(f"{op}: threads is {number}; needs 1 or more")
+    return number
+
+
+def num_threads() -> int:
+    """The threads that a call of the host's engine takes at most, here and now."""
+    within = _threads.get()
+    if within is not None:
+        return within
+    if not _default:
+        _default[:] = [_default_threads()]
+    return _default[0]
+
+
+def _default_threads() -> int:
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Calls inside take so many threads at most: of this thread, or of this task, alone.
+
+    >>> import fp4kit, numpy as np
+    >>> with fp4kit.threads(1):
+    ...     q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")
+    """
+    token = _threads.set(_checked("threads", count))
+    try:
+        yield
+    finally:
+        _threads.reset(token)
+
+
+def threads_for(elements: int) -> int:
+    """Threads of a call on so many elements."""
+    return max(1, min(num_threads(), elements // ELEMENTS_PER_THREAD))

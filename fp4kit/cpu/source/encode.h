@@ -1,0 +1,79 @@
+// Blocks of finite elements: their amaxes, scale codes and factors, and codes; loops that a compiler makes vectors of.
+//
+// The rules are those of cuda/kernels/rules, which know no thread. A block that holds NaN or infinity, or whose factor is none that
+// finite elements stay numbers under, is not for these loops: the caller is told, and has the specification do it.
+#pragma once
+
+#include "input.h"
+
+constexpr i64 kWidth = 4096;                // elements of a row that are encoded together, at most
+constexpr i64 kMostBlocks = kWidth / 16;    // and their blocks
+
+// Magnitudes as integers of the largest element of each of `count` blocks of kBlock elements.
+template <class In, int kBlock>
+static void magnitudes(const void* elements, i64 count, u32* out) {
+  using Bits = typename Input<In>::Bits;
+  const Bits* x = static_cast<const Bits*>(elements);
+  for (i64 b = 0; b < count; ++b) {
+    Bits most = 0;
+    for (int i = 0; i < kBlock; ++i) {
+      const Bits a = x[b * kBlock + i] & Input<In>::kMagnitude;
+      most = a > most ? a : most;
+    }
+    out[b] = most;
+  }
+}
+
+// The scale codes of blocks and the factors of their elements, by the rules of R.
+template <class R, class In>
+static void scale_blocks(const float* amax, i64 count, TensorScale t, u8* codes, float* factors) {
+  for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
+  for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
+}
+
+// What an element of E is encoded from.
+template <class E, class In>
+static __forceinline__ float scaled(float x, float factor) {
+  if constexpr (E::kFlush) x = flush(x);
+  float y;
+  if constexpr (E::kDivide) {
+    y = x / factor;
+  } else {
+    y = x * factor;
+  }
+  if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
+  return y;
+}
+
+// Codes, one a byte, of blocks of kBlock elements under their factors. random: a byte an element, where rounding is stochastic.
+template <class E, class In, int kBlock, bool kStochastic>
+static void encode_blocks(const void* elements, const float* factors, i64 count, const u8* random, u8* codes) {
+  using Format = typename E::Format;
+  using Bits = typename Input<In>::Bits;
+  const Bits* x = static_cast<const Bits*>(elements);
+  for (i64 b = 0; b < count; ++b) {
+    const float factor = E::kFlush ? flush(factors[b]) : factors[b];
+    for (int i = 0; i < kBlock; ++i) {
+      const i64 at = b * kBlock + i;
+      const float y = scaled<E, In>(Input<In>::value(x[at]), factor);
+      if constexpr (kStochastic) {
+        codes[at] = static_cast<u8>(encode_stochastic<Format>(y, random[at]));
+      } else if constexpr (Format::kIsInteger) {
+        codes[at] = static_cast<u8>(encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y));
+      } else if constexpr (E::kRounding == Rounding::rn) {
+        codes[at] = static_cast<u8>(encode_finite_rn<Format>(with_code_sign<E::kSign>(y)));
+      } else {
+        codes[at] = static_cast<u8>(encode<Format, E::kRounding, E::kSign, 0u>(y));
+      }
+    }
+  }
+}
+
+// Two codes a byte, the first in the low nibble.
+static void pack_codes(const u8* codes, i64 count, u8* out) {
+  for (i64 i = 0; i < count / 2; ++i) {
+    u16 pair;
+    std::memcpy(&pair, codes + 2 * i, 2);
+    out[i] = static_cast<u8>(pair | pair >> 4);
+  }
+}

@@ -1,0 +1,88 @@
+// Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32.
+#pragma once
+
+#include "host.h"
+
+template <class In>
+struct Input;
+
+template <>
+struct Input<Float32> {
+  using Bits = u32;
+  static constexpr u32 kMagnitude = 0x7FFFFFFFu, kInfinity = 0x7F800000u;
+  static __forceinline__ float value(u32 bits) { return float_of(bits); }
+  static __forceinline__ float rounded(float x) { return x; }
+};
+
+template <>
+struct Input<Bfloat16> {
+  using Bits = u16;
+  static constexpr u16 kMagnitude = 0x7FFF, kInfinity = 0x7F80;
+  static __forceinline__ float value(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
+  // Of no NaN: to nearest even.
+  static __forceinline__ float rounded(float x) {
+    const u32 bits = bits_of(x);
+    return float_of((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
+  }
+};
+
+template <>
+struct Input<Float16> {
+  using Bits = u16;
+  static constexpr u16 kMagnitude = 0x7FFF, kInfinity = 0x7C00;
+  // Of finite ones: the bits in their place are the value times 2^-112.
+  static __forceinline__ float value(u16 bits) {
+    const u32 magnitude = static_cast<u32>(bits & 0x7FFFu) << 13, sign = static_cast<u32>(bits & 0x8000u) << 16;
+    return float_of(bits_of(float_of(magnitude) * 0x1p112f) | sign);
+  }
+  static __forceinline__ float rounded(float x) { return round_to<Float16>(x); }
+};
+
+// A matrix anywhere in memory; steps are in elements. hadamard: the sign mask of a transform of each 16 elements of a row; -1: none.
+struct Source {
+  const void* data;
+  i64 rows, columns, row_step, column_step, hadamard;
+};
+
+constexpr i64 kTile = 32;  // rows of a strided matrix that are read together: a cache line of 16-bit elements
+
+// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows of `width`, tile by tile.
+template <class Bits>
+static void gather(const Source& x, i64 row, i64 rows, i64 column, i64 columns, i64 width, Bits* out) {
+  const Bits* first = static_cast<const Bits*>(x.data) + row * x.row_step + column * x.column_step;
+  for (i64 i = 0; i < rows; i += kTile) {
+    const i64 high = rows - i < kTile ? rows - i : kTile;
+    for (i64 j = 0; j < columns; ++j) {
+      const Bits* from = first + i * x.row_step + j * x.column_step;
+      for (i64 k = 0; k < high; ++k) out[(i + k) * width + j] = from[k * x.row_step];
+    }
+  }
+}
+
+// 16 elements to their randomized Hadamard transform, as reference/hadamard.py has it; all NaN if one is not finite.
+template <class In>
+static void hadamard_block(typename Input<In>::Bits* x, u32 mask) {
+  using Bits = typename Input<In>::Bits;
+  double y[16];
+  bool finite = true;
+  for (int i = 0; i < 16; ++i) {
+    const double value = static_cast<double>(Input<In>::value(x[i]));
+    finite &= (x[i] & Input<In>::kMagnitude) < Input<In>::kInfinity;
+    y[i] = mask >> i & 1u ? -value : value;
+  }
+  for (int distance = 1; distance < 16; distance *= 2)
+    for (int i = 0; i < 16; ++i)
+      if (!(i & distance)) {
+        const double low = y[i], high = y[i + distance];
+        y[i] = low + high;
+        y[i + distance] = low - high;
+      }
+  for (int i = 0; i < 16; ++i) {
+    const float value = round_double_to<In>(y[i] / 4);
+    if constexpr (sizeof(Bits) == 4) {
+      x[i] = finite ? bits_of(value) : Input<In>::kMagnitude;
+    } else {
+      x[i] = finite ? In::narrow(value) : Input<In>::kMagnitude;
+    }
+  }
+}

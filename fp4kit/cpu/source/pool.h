@@ -1,0 +1,89 @@
+// Threads that share the units of a call. One call at a time has them; another that comes meanwhile does its work alone, so that
+// programs with threads of their own do not end up with the product of both.
+#pragma once
+
+#include <cstdint>
+#include <fenv.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+struct Pool {
+  std::mutex owner, mutex;  // owner: held by the call that has the threads
+  std::condition_variable wake, done;
+  std::atomic<int64_t> next{0};
+  int64_t units = 0;
+  void (*work)(void*, int64_t) = nullptr;
+  void* context = nullptr;
+  uint64_t round = 0;
+  int wanted = 0, taken = 0, running = 0, size = 0;  // threads that a round wants, that took part, that still do, that exist
+};
+
+Pool* pool = new Pool;  // never destroyed: threads may wait on it when the program ends
+
+void take_units(Pool& p) {
+  for (int64_t unit; (unit = p.next.fetch_add(1, std::memory_order_relaxed)) < p.units;) p.work(p.context, unit);
+}
+
+void serve(Pool* p) {
+  fesetenv(FE_DFL_ENV);  // a thread begins with the environment of the one that made it
+  std::unique_lock<std::mutex> lock(p->mutex);
+  for (uint64_t seen = 0;;) {
+    p->wake.wait(lock, [&] { return p->round != seen && p->taken < p->wanted; });
+    seen = p->round;
+    ++p->taken;
+    lock.unlock();
+    take_units(*p);
+    lock.lock();
+    if (--p->running == 0) p->done.notify_one();
+  }
+}
+
+// Threads up to a number; fewer where the system gives no more.
+void grow(Pool& p, int size) {
+  try {
+    for (; p.size < size; ++p.size) std::thread(serve, &p).detach();
+  } catch (...) {
+  }
+}
+
+// A forked child has none of the threads: it begins with a new pool.
+void forget() { pool = new Pool; }
+const int registered = pthread_atfork(nullptr, nullptr, forget);
+
+// Calls work(context, unit) for every unit in [0, units), in any order, on `threads` threads at most, this one included.
+void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* context) {
+  Pool& p = *pool;
+  const int helpers = static_cast<int>(units < threads ? units : threads) - 1;
+  if (helpers < 1 || !p.owner.try_lock()) {
+    for (int64_t unit = 0; unit < units; ++unit) work(context, unit);
+    return;
+  }
+  {
+    std::lock_guard<std::mutex> lock(p.mutex);
+    grow(p, helpers);
+    p.units = units;
+    p.work = work;
+    p.context = context;
+    p.next = 0;
+    p.taken = 0;
+    p.wanted = p.running = helpers < p.size ? helpers : p.size;
+    ++p.round;
+  }
+  p.wake.notify_all();
+  take_units(p);
+  {
+    std::unique_lock<std::mutex> lock(p.mutex);
+    p.running -= p.wanted - p.taken;  // those that have not come are not waited for
+    p.wanted = p.taken;
+    p.done.wait(lock, [&] { return p.running == 0; });
+  }
+  p.owner.unlock();
+}
+
+}  // namespace
