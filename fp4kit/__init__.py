@@ -6,9 +6,11 @@ quantize, dequantize, fake_quantize and their kin take an array and a recipe id 
 import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted
 
 # isort: split
+from fp4kit.cpu.native import num_threads, set_num_threads, threads
 from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare
 from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.engines import engine, specification
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
     amax_grouped,
@@ -45,12 +47,14 @@ __all__ = [
     "cast_master_weights",
     "compare",
     "dequantize",
+    "engine",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_grouped",
     "fake_quantize_grouped_backward",
     "identify",
     "load",
+    "num_threads",
     "pack",
     "partial_amax",
     "partial_cast",
@@ -61,7 +65,10 @@ __all__ = [
     "recipes",
     "requantize",
     "save",
+    "set_num_threads",
+    "specification",
     "swizzle",
+    "threads",
     "transpose",
     "unpack",
     "unswizzle",

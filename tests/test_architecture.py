@@ -33,6 +33,7 @@ LAYERS = (
     {"call"},
     {"reference"},
     {"cuda"},
+    {"cpu"},
     {"ops", "distributed"},
     {"training"},
     {"fp4kit"},

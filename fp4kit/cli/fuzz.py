@@ -24,10 +24,10 @@ def register(commands: Any) -> None:
         commands,
         "fuzz",
         _fuzz,
-        "compare drawn calls on the GPU with the specification, in every bit",
+        "compare drawn calls on the GPU or the processor with the specification, in every bit",
         description="Draw recipes, shapes, strides, options and data; compare this machine's GPU with the specification in every "
-        "bit, and check what must hold on each. Without a GPU, the specification alone. Exit status: 0 nothing is wrong, "
-        "1 something is, 2 an error.",
+        "bit, and check what must hold on each. Without a GPU, the compiled engine of the processor; without that, the "
+        "specification alone. Exit status: 0 nothing is wrong, 1 something is, 2 an error.",
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="how long to draw (default: 60)")
     parser.add_argument("--cases", type=int, metavar="K", help="stop after so many cases of each process")
@@ -37,7 +37,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw from these recipes and their variants")
     parser.add_argument("--operations", nargs="+", metavar="NAME", help=f"draw from these: {', '.join(OPERATIONS)}")
     parser.add_argument("--changes", type=int, default=3, metavar="N", help="fields that a variant changes at most (default: 3)")
-    parser.add_argument("--host", action="store_true", help="the specification alone, also where there is a GPU")
+    parser.add_argument("--host", action="store_true", help="the processor, also where there is a GPU")
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
@@ -45,8 +45,13 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
         if getattr(args, name) < least:
             raise ValueError(f"--{name} is {getattr(args, name)}; needs {least} or more")
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
-    out.line(where if engine else f"No GPU ({where}): the specification alone, against what must hold for it")
-    report = _run(args, engine, _pool(args), not args.quiet and sys.stderr.isatty())
+    device = "gpu" if engine else "host"
+    if engine is None:
+        engine, where = fuzz.host_engine()
+    if engine is None:
+        device, where = "", f"No GPU, no compiled engine ({where}): the specification alone, against what must hold for it"
+    out.line(where)
+    report = _run(args, engine, device, _pool(args), not args.quiet and sys.stderr.isatty())
     _print(out, report, _pool_options(args))
     out.document("fuzz/1", report.as_json())
     return 1 if report.total("failed") else 0
@@ -67,7 +72,7 @@ def _pool_options(args: argparse.Namespace) -> str:
     return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 
 
-def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool, shown: bool) -> fuzz.Report:
+def _run(args: argparse.Namespace, engine: fuzz.Engine | None, device: str, pool: Pool, shown: bool) -> fuzz.Report:
     if args.case is not None:
         return fuzz.run_case(engine, args.case, pool=pool)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -82,7 +87,7 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, pool: Pool, shown
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
-        work = fuzz_processes.Work(args.seconds, args.cases, pool, 10.0, engine is not None)
+        work = fuzz_processes.Work(args.seconds, args.cases, pool, 10.0, device or None)
         return fuzz_processes.run(work, args.seed, args.processes, progress)
 
 

@@ -15,7 +15,7 @@ from fp4kit import __version__, interop
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
 from fp4kit.cuda import loader
-from fp4kit.evidence import selftest
+from fp4kit.evidence import fuzz, selftest
 from fp4kit.evidence.golden import GoldenSet
 
 _SHOWN = 20  # differences, and reasons why something was left out
@@ -27,16 +27,23 @@ def register(commands: Any) -> None:
         commands,
         "selftest",
         _selftest,
-        "compare the GPU with the specification, in every bit",
+        "compare the GPU or the processor with the specification, in every bit",
         description="Compare the operations on this machine's GPU with the specification, in every bit. "
         "Exit status: 0 all equal, 1 something differs, 2 an error such as no GPU.",
     )
+    parser.add_argument("--host", action="store_true", help="the compiled engine of the processor instead of the GPU")
     parser.add_argument("--quick", action="store_true", help="eight recipes and smaller tensors: less than 30 s on an H200")
     parser.add_argument("--golden", metavar="DIR", help="recorded outputs to compare with (default: those of the package)")
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
+    if args.host:
+        engine, name = fuzz.host_engine()
+        if engine is None:
+            raise OSError(f"--host: the compiled engine is not there: {name}")
+        out.verbatim(f"{name}, fp4kit {__version__}")
+        return report(engine, golden, args.quick, out)
     try:
         cupy = interop.cupy()
         compiler = ".".join(map(str, loader.compiler_version()))

@@ -26,6 +26,7 @@ def check_recipe(r: Recipe) -> None:
         raise Declined(f"the compiled engine has no tables for each {r.tensor_scaling} of {r.id}")
 
 
+@np.errstate(all="ignore")
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
@@ -58,8 +59,7 @@ def _table(r: Recipe, dtype: np.dtype, tensor: tuple[bytes, ...]) -> np.ndarray:
         length = -(-_entries(r) // r.block_size) * r.block_size
         codes = np.broadcast_to((np.arange(length) % _entries(r)).astype(np.uint8), (_SCALES, length))
         scales = np.repeat(np.arange(_SCALES, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
-    with np.errstate(all="ignore"):
-        values = specification.dequantize_tile(codes, scales, r, part)[:, : _entries(r)].astype(dtype)
+    values = specification.dequantize_tile(codes, scales, r, part)[:, : _entries(r)].astype(dtype)
     return np.ascontiguousarray(values)
 
 

@@ -28,7 +28,7 @@ WIDTH = 4096  # columns of a unit at most: kWidth of source/encode.h
 UNIT = 1 << 15  # elements of a unit, about
 TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-_BITS = {0: np.dtype(np.uint32), 1: np.dtype(np.uint16), 2: np.dtype(np.uint16)}  # of a magnitude
+_BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}  # dtype of a magnitude's bits, infinity's
 _GRAIN = 32  # elements under one factor where there are no blocks
 
 
@@ -116,12 +116,12 @@ class _Scales(NamedTuple):
     factors: np.ndarray | None = None
 
 
+@np.errstate(all="ignore")
 def quantize_matrix(
     x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
 ) -> None:
     """reference.quantize.quantize_matrix."""
-    with np.errstate(all="ignore"):
-        tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
+    tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     factors = None
     if recipe.tensor_scaling == "block":
         tensor, factors = TensorScale(*(part[:1, :1] for part in tensor)), tensor.decode if recipe.apply == "divide" else tensor.encode
@@ -134,6 +134,7 @@ def quantize_matrix(
         )  # fmt: skip
 
 
+@np.errstate(all="ignore")
 def encode_matrix(
     x: np.ndarray, recipe: Recipe, tensor: TensorScale, scales: np.ndarray | None, packed: np.ndarray, options: Options
 ) -> None:
@@ -159,7 +160,6 @@ def _encode_rows(
         )  # fmt: skip
 
 
-@np.errstate(all="ignore")
 def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None) -> _Scales:
     """The factors under scales that there are."""
     tensor = tensor.columns(r)
@@ -224,14 +224,14 @@ class _Bytes(NamedTuple):
 # ---- amaxes ---------------------------------------------------------------------------------------------------------------
 
 
+@np.errstate(all="ignore")
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Largest magnitudes of the blocks of a matrix: float32 (ceil(M / block rows), K / block columns); as the recipe has NaN."""
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
-        with np.errstate(all="ignore"):
-            for rows in _strips(x.shape, r.block_rows):
-                tile = np.ascontiguousarray(x[rows], np.float32)
-                out[rows.start // r.block_rows : -(-rows.stop // r.block_rows)] = specification.block_amax(tile, r)
+        for rows in _strips(x.shape, r.block_rows):
+            tile = np.ascontiguousarray(x[rows], np.float32)
+            out[rows.start // r.block_rows : -(-rows.stop // r.block_rows)] = specification.block_amax(tile, r)
     return out
 
 
@@ -250,8 +250,8 @@ def largest(
             kind, block, block_rows, threads_for(cut.size),
         )  # fmt: skip
         most = max(most, functions.fp4kit_amax(ctypes.byref(call)))
-    value = np.array(most).astype(_BITS[kind]).view(x.dtype)
-    return np.float32(value) if np.isfinite(value) else None
+    bits, infinity = _BITS[kind]
+    return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------------

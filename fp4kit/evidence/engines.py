@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.formats import bit_patterns
+from fp4kit.ops.engines import specification
 from fp4kit.quantized import Quantized
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
@@ -54,14 +56,30 @@ class Engine:
             return [self.get(member) for member in a]
         return a.get() if hasattr(a, "get") else a
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Calls inside are done by the engine."""
+        return nullcontext()
+
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """function of arguments that lie where the module has them; so does the result."""
-        return function(*arguments, **options)
+        with self.computing():
+            return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """function of the moved arguments, and its result as NumPy arrays."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
+
+
+class Specification(Engine):
+    """The specification, on NumPy arrays; Engine(np) is the host's fast engine, where there is one."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Calls inside are done by the specification."""
+        return specification()
+
+
+SPECIFICATION = Specification(np)
 
 
 def compare(found: Any, expected: Any, what: str) -> Outcome:

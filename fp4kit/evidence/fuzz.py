@@ -17,12 +17,16 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from fp4kit import interop
+from fp4kit.cpu.native import library
 from fp4kit.evidence.engines import Engine, Outcome
 from fp4kit.evidence.fuzz_cases import Case, Pool, draw
 from fp4kit.evidence.fuzz_check import Verdict, check
 from fp4kit.evidence.fuzz_print import script
 from fp4kit.evidence.fuzz_shrink import shrink_case
+from fp4kit.ops.engines import engine as engine_name
 
 CASES_OF_A_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i
 SHOWN = 5  # failures of different kinds that are shrunk and printed
@@ -171,3 +175,9 @@ def device_engine() -> tuple[Engine | None, str]:
     except Exception as error:  # CuPy's own errors are known only where CuPy is
         return None, str(error).partition("\n")[0]
     return Engine(cupy), f"{name}, CuPy {cupy.__version__}"
+
+
+def host_engine() -> tuple[Engine | None, str]:
+    """The host's compiled engine, and its name; or None, and why there is none."""
+    functions, level = library()
+    return (None, level) if functions is None else (Engine(np), f"This processor, {engine_name()}")

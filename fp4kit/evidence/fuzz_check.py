@@ -11,7 +11,7 @@ import numpy as np
 import fp4kit
 from fp4kit.distributed import SingleProcess
 from fp4kit.evidence import fuzz_arrays
-from fp4kit.evidence.engines import Engine, Outcome, compare
+from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, compare
 from fp4kit.evidence.fuzz_cases import Case
 from fp4kit.evidence.fuzz_programs import program
 from fp4kit.evidence.fuzz_recipes import Variant
@@ -112,7 +112,7 @@ class Run:
 def check(case: Case, engine: Engine | None = None) -> Verdict:
     """Run a case on the specification, and beside it on an engine where one is given."""
     statements = program(case)
-    checked = Checked([Run(Engine(np), True), *([] if engine is None else [Run(engine, False)])], written_names(statements))
+    checked = Checked([Run(SPECIFICATION, True), *([] if engine is None else [Run(engine, False)])], written_names(statements))
     for statement in statements:
         try:
             verdict = checked.step(statement)

@@ -43,7 +43,7 @@ def script(case: Case, verdict: Verdict, engine: Engine | None) -> str:
         lines.append("yield")
     module = None if engine is None else engine.module.__name__
     if module == "numpy":
-        module = None
+        module = "np"
     body = ["def program(on):", *("    " + line for line in lines), "", ""]
     body.append("agree(program, np)" if module is None else f"agree(program, np, {module})")
     text = "\n".join(body)
@@ -53,7 +53,7 @@ def script(case: Case, verdict: Verdict, engine: Engine | None) -> str:
 def _imports(text: str, module: str | None) -> list[str]:
     used = set(re.findall(r"[A-Za-z_]\w*", text))
     lines = [line for name, line in _IMPORTS if name in used]
-    lines += [f"import {module}"] if module else []
+    lines += [f"import {module}"] if module not in (None, "np") else []
     for home, names in _HELPERS.items():
         found = [name for name in names if name in used]
         if found:

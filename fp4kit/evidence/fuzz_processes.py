@@ -22,7 +22,7 @@ class Work(NamedTuple):
     cases: int | None
     pool: Pool
     shrink_seconds: float
-    on_device: bool
+    device: str | None  # "gpu", "host", or None for the specification alone
 
 
 def run(work: Work, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
@@ -57,8 +57,8 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: Work, seed: int) -> fuzz.Report:
-    engine = fuzz.device_engine()[0] if work.on_device else None
-    if work.on_device and engine is None:
+    engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
+    if work.device == "gpu" and engine is None:
         raise OSError("fuzz: a process finds no GPU, which the first one found; run with --processes 1")
     done, last = [0, 0], time.monotonic()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.evidence.engines import Engine, compare
+from fp4kit.evidence.engines import SPECIFICATION, Engine, compare
 from fp4kit.evidence.fuzz_arrays import View, memory
 
 Ended = tuple[str, str]  # kind and text, as in fuzz_check.Verdict
@@ -60,16 +60,17 @@ def same(a: Any, b: Any) -> None:
 
 
 def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
-    """Raise AssertionError unless a program does on each module what it does on the first one, and writes to no input.
+    """Raise AssertionError unless a program does on each module what the specification does, and writes to no input.
 
+    modules: numpy for the specification; and, where they are compared with it, cupy, or numpy again for the host's fast engine.
     A call that all modules refuse in the same words is agreement; so is one that a module declines with NotImplementedError.
     """
-    places = [Place(Engine(module), host=i == 0) for i, module in enumerate(modules)]
+    places = [Place(Engine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         running = [program(place) for place in places]
         while True:
-            steps = [_next(steps) for steps in running]
+            steps = [_next(steps, place) for steps, place in zip(running, places, strict=True)]
             raised = [step if isinstance(step, Exception) else None for step in steps]
             if any(raised):
                 kind, text = ended(raised)
@@ -83,10 +84,11 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
         assert not name, f"written: the input {name} was written to"
 
 
-def _next(steps: Iterator[tuple[str, Any]]) -> Any:
+def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
     """What a program yields, None at its end, or what it raises; its own assertions are the answer."""
     try:
-        return next(steps, None)
+        with place.engine.computing():
+            return next(steps, None)
     except AssertionError:
         raise
     except Exception as error:

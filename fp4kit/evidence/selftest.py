@@ -1,6 +1,6 @@
 """The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of tasks.
 
-A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays in the tests) with what the specification gives for the
+A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the specification gives for the
 same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its bits.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.evidence import fuzz
 from fp4kit.evidence.check import Operations, check_row
-from fp4kit.evidence.engines import Engine, Outcome, attempt, compare
+from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz_cases import Pool
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
@@ -126,15 +126,16 @@ def specification(engine: Engine, id: str, quick: bool) -> Outcome:
 
 def round_trip(engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any) -> Outcome:
     """quantize, and dequantize of the result to each dtype of decoded."""
-    expected = quantize(x, r, **options)
+    expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
     for dtype in decoded:
-        total += compare(engine.call(dequantize, expected, dtype), dequantize(expected, dtype), f"{what} decoded to {dtype}")
+        values = SPECIFICATION.call(dequantize, expected, dtype)
+        total += compare(engine.call(dequantize, expected, dtype), values, f"{what} decoded to {dtype}")
     return total
 
 
 def _fake(engine: Engine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    return compare(engine.call(fake_quantize, x, r), fake_quantize(x, r), f"{what}: fake_quantize")
+    return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 
 def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
@@ -156,7 +157,8 @@ def every_bfloat16(engine: Engine, id: str) -> Outcome:
     for anchor in _anchors(r):
         x = np.concatenate([bits.view(BF16), np.full((len(bits), 1), anchor, BF16)], axis=1)
         options: dict[str, Any] = {} if r.tensor_scaling == "none" else {"tensor_amax": float(r.element.max * 448)}
-        total += compare(engine.call(quantize, x, r, **options), quantize(x, r, **options), f"{id} beside {anchor:g}")
+        expected = SPECIFICATION.call(quantize, x, r, **options)
+        total += compare(engine.call(quantize, x, r, **options), expected, f"{id} beside {anchor:g}")
     return total
 
 
@@ -177,8 +179,8 @@ def every_code(engine: Engine, id: str) -> Outcome:
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
     limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
     q = Quantized(codes, scales, limit, limit, (256, width), FLOATS[0], -1, r)
-    pairs = ((engine.call(dequantize, q, dtype), dequantize(q, dtype), f"{id}: every code as {dtype}") for dtype in FLOATS)
-    return sum((compare(*pair) for pair in pairs), Outcome())
+    found = (tuple(e.call(dequantize, q, dtype) for e in (engine, SPECIFICATION)) for dtype in FLOATS)
+    return sum((compare(*pair, f"{id}: every code as {dtype}") for pair, dtype in zip(found, FLOATS, strict=True)), Outcome())
 
 
 def swept(engine: Engine, sweep: Sweep) -> Outcome:

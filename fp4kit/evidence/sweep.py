@@ -14,6 +14,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import unpack
+from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -81,7 +82,8 @@ def runs(sweep: Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
     """Bits of the magnitudes, uint32, ascending, from which the specification gives another code; and these codes."""
 
     def specified(bits: np.ndarray) -> np.ndarray:
-        return codes(np, sweep, bits.astype(np.uint32) | np.uint32(sign))
+        with specification():
+            return codes(np, sweep, bits.astype(np.uint32) | np.uint32(sign))
 
     last = min(sweep.limit - 1, INFINITY)
     starts = np.unique([0, 1, *_rises(specified, last, sweep.target.element.sign_bit), last, min(last + 1, sweep.limit - 1)])

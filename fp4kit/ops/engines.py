@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -9,13 +12,50 @@ import numpy as np
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.call.parse import Declined
 from fp4kit.cpu import engine as cpu
+from fp4kit.cpu.native import library
 from fp4kit.cuda import engine as cuda
 from fp4kit.reference import engine as reference
 
 
+_fast: ContextVar[bool] = ContextVar("fast", default=True)
+
+
 def engines_of(array: Any) -> tuple[Any, ...]:
     """The engines that take an array, the one to ask first in front."""
-    return (cpu, reference) if isinstance(array, np.ndarray) else (cuda,)
+    if not isinstance(array, np.ndarray):
+        return (cuda,)
+    return (cpu, reference) if _fast.get() else (reference,)
+
+
+def engine() -> str:
+    """What computes on NumPy arrays, here and now: "cpu-avx512", "cpu-avx2" or "cpu-base", the compiled engine for processors of
+    that level; or "reference", the specification in NumPy alone, where fp4kit was installed without a C++ compiler.
+
+    The bytes are the same. What the compiled engine does not cover falls to the specification.
+
+    >>> import fp4kit
+    >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
+    True
+    """
+    return f"cpu-{library().level}" if _fast.get() and library().functions is not None else "reference"
+
+
+@contextmanager
+def specification() -> Iterator[None]:
+    """Calls inside, of this thread or task, compute on NumPy arrays by the specification alone.
+
+    >>> import fp4kit, numpy as np
+    >>> x = np.ones((4, 32), np.float32)
+    >>> with fp4kit.specification():
+    ...     slow = fp4kit.quantize(x, "mxfp4")
+    >>> slow.equals(fp4kit.quantize(x, "mxfp4"))
+    True
+    """
+    token = _fast.set(False)
+    try:
+        yield
+    finally:
+        _fast.reset(token)
 
 
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
