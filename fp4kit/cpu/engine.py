@@ -6,13 +6,14 @@ values are looked up in tables that the specification makes, and blocks with NaN
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import dequantize as decoding
-from fp4kit.cpu import matrix
+from fp4kit.cpu import matrix, partial
 from fp4kit.cpu.native import library
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -29,6 +30,7 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
     return reference.compute_tensor_amax(moved, r, mask)
 
 
+PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
 _MATRICES = reference.Matrices(tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix)
 
 
@@ -59,6 +61,79 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     """reference.engine.dequantize."""
     decoding.check_recipe(q.recipe)
     return reference.dequantize(q, dtype, out, _MATRICES)
+
+
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
+    """reference.engine.requantize."""
+    decoding.check_recipe(q.recipe)
+    decoding.check_recipe(target)
+    matrix.kernels_of(target)
+    return reference.requantize(q, target, _MATRICES)
+
+
+def fake_quantize(call: Call) -> np.ndarray:
+    """reference.engine.fake_quantize, some MB of elements at a time."""
+    if call.recipe.fake_rule is not None:
+        raise Declined("the specification has the fake rules")
+    _check(call)
+    decoding.check_recipe(call.recipe)
+    if call.tensor_amax is None and call.recipe.tensor_scaling != "none":
+        call = call._replace(tensor_amax=tensor_amax(call.moved, call.recipe, call.mask))
+    values = np.empty(call.moved.shape, call.x.dtype)
+    whole = call._replace(x=call.moved, axis=call.moved.ndim - 1, out=None)
+    for part, target in _pieces(whole, values):
+        dequantize(quantize(part), target.dtype, target)
+    return np.moveaxis(values, -1, call.axis)
+
+
+def _pieces(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
+    """A call whose blocks lie along the last axis, in pieces along the first ones, each with its part of the values."""
+    x, r = call.x, call.recipe
+    if x.size <= PIECE or x.ndim < 2 or isinstance(call.random, int):  # a stream goes by the place in the whole
+        yield call, values
+        return
+    multiple = r.block_rows if x.ndim == 2 else 1
+    step = max(PIECE // (x.size // len(x)) // multiple, 1) * multiple
+    for first in range(0, len(x), step):
+        part = slice(first, first + step)
+        own = {name: _part_of(getattr(call, name), part) for name in ("x", "tensor_amax", "block_amax", "random")}
+        piece = call._replace(**own, moved=x[part])
+        if step == 1 and x.ndim > 2:
+            inner = {name: None if a is None or not a.ndim else a[0] for name, a in own.items()}
+            lone = inner | ({"tensor_amax": own["tensor_amax"]} if inner["tensor_amax"] is None else {})
+            piece = piece._replace(**lone, moved=x[first], axis=x.ndim - 2)
+            yield from _pieces(piece, values[first])
+        else:
+            yield piece, values[part]
+
+
+def _part_of(a: np.ndarray | None, part: slice) -> np.ndarray | None:
+    return a if a is None or not a.ndim else a[part]
+
+
+def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
+    """reference.engine.transpose."""
+    if library().functions is None:
+        raise Declined("the compiled engine is not there")
+    return reference.transpose(packed, scales, q, matrix.transpose_codes)
+
+
+def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
+    """reference.engine.partial_amax."""
+    matrix.kernels_of(r)
+    matrix.check_array(shard)
+    return partial.partial_amax(shard, shape, start, r)
+
+
+def partial_cast(
+    shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
+) -> None:
+    """reference.engine.partial_cast."""
+    matrix.kernels_of(r)
+    matrix.check_array(shard)
+    if r.tensor_scaling != "none" and amax is None:
+        amax = np.max(block_amax, initial=np.float32(0))
+    partial.partial_cast(shard, out, block_amax, shape, start, r, amax)
 
 
 def amax(call: Call) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.keys import element_key, rule_key
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, library, threads_for
+from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -252,6 +253,18 @@ def largest(
         most = max(most, functions.fp4kit_amax(ctypes.byref(call)))
     bits, infinity = _BITS[kind]
     return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
+
+
+# ---- codes ----------------------------------------------------------------------------------------------------------------
+
+
+def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
+    """reference.transpose.transpose_codes."""
+    stored, four = np.ascontiguousarray(stored), packing.codes == 2
+    M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
+    out = np.empty((K, packing.length(M)), np.uint8)
+    library().functions.fp4kit_transpose(_address(stored), _address(out), M, K, int(four), threads_for(M * K))
+    return out
 
 
 # ---- parts ----------------------------------------------------------------------------------------------------------------

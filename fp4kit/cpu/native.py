@@ -92,6 +92,7 @@ def _load(level: str) -> Any:
         ("digest", c_char_p, []), ("level", c_char_p, []), ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
         ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
         ("amax", c_uint32, [POINTER(AmaxCall)]), ("decode", None, [POINTER(DecodeCall)]),
+        ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")
         function.restype, function.argtypes = result, arguments

@@ -220,12 +220,13 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
         by.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
-def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
+def requantize(q: Quantized, target: Recipe, by: Matrices = Matrices()) -> tuple[Quantized, int]:  # noqa: B008  (a tuple)
     """q by another recipe, with its codes where they can be kept; and how many values are not the same."""
-    values, result = dequantize(q, np.dtype(np.float32)), keep_codes(q, target)
+    values, result = dequantize(q, np.dtype(np.float32), by=by), keep_codes(q, target)
     if result is None:
-        result = replace(quantize(quantize_call("requantize", values, target, q.axis, Options(q.scale_layout))), dtype=q.dtype)
-    found = dequantize(result, np.dtype(np.float32))
+        call = quantize_call("requantize", values, target, q.axis, Options(q.scale_layout))
+        result = replace(quantize(call, by), dtype=q.dtype)
+    found = dequantize(result, np.dtype(np.float32), by=by)
     same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))
     return result, int(same.size - np.count_nonzero(same))
 
@@ -283,7 +284,9 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 # ---- layouts --------------------------------------------------------------------------------------------------------------
 
 
-def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
+def transpose(
+    packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
+) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales of q transposed: of the last two axes of q.moved_shape."""
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
@@ -292,7 +295,7 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
     codes = np.empty((B, *packed_shape((K, M), q.recipe)), np.uint8)
     linear = np.empty((B, *scale_shape((K, M), q.recipe)), np.uint8)
     for i in range(B):
-        codes[i] = transpose_codes(packed[i], q.recipe.element.packing)
+        codes[i] = codes_of(packed[i], q.recipe.element.packing)
         linear[i] = transpose_scales(scales[i], size)
     linear = linear.reshape(scale_shape(shape, q.recipe))
     return codes.reshape(packed_shape(shape, q.recipe)), swizzle_scales(linear, q.scale_layout)

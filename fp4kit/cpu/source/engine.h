@@ -357,4 +357,24 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_units(units.count(), call->threads, work);
 }
 
+// The codes of a (rows, columns) matrix to those of the (columns, rows) one; four: two a byte, and rows is even.
+FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 columns, i32 four, i32 threads) {
+  constexpr i64 kSide = 64;
+  const Units units{rows, columns, kSide, kSide};
+  const i64 per_byte = four ? 2 : 1;
+  auto work = [&](i64 unit) {
+    const Part part = units.part(unit);
+    u8 tile[kSide][kSide];  // by column
+    for (i64 i = 0; i < part.rows; ++i) {
+      const u8* row = codes + (part.row + i) * (columns / per_byte) + part.column / per_byte;
+      for (i64 j = 0; j < part.columns; ++j) tile[j][i] = four ? row[j / 2] >> (j % 2 * 4) & 15u : row[j];
+    }
+    for (i64 j = 0; j < part.columns; ++j) {
+      u8* target = out + (part.column + j) * (rows / per_byte) + part.row / per_byte;
+      four ? pack_codes(tile[j], part.rows, target) : static_cast<void>(std::memcpy(target, tile[j], part.rows));
+    }
+  };
+  run_units(units.count(), threads, work);
+}
+
 }  // extern "C"

@@ -1,0 +1,69 @@
+"""Shards by the compiled library: the whole rows of blocks that a shard owns; what is cut off before and after is the specification's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.cpu import matrix
+from fp4kit.recipes import Recipe
+from fp4kit.reference import partial as specification
+from fp4kit.reference.quantize import Options
+
+
+class _Cut(NamedTuple):
+    """Elements [first, last) of a shard are whole rows of blocks: rows [row, row + rows) of the matrix."""
+
+    first: int
+    last: int
+    row: int
+    rows: int
+
+
+def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
+    """Where a shard from element `start` on is cut."""
+    M, K = shape
+    row = -(-start // (K * height)) * height
+    end = (start + length) // K
+    end = end if end == M else end // height * height
+    if end <= row:
+        return _Cut(length, length, 0, 0)
+    return _Cut(row * K - start, end * K - start, row, end - row)
+
+
+def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
+    """reference.partial.partial_amax."""
+    cut = _cut(len(shard), start, shape, r.block_rows)
+    out = specification.partial_amax(shard[: cut.first], shape, start, r)
+    if cut.rows:
+        rows = slice(cut.row // r.block_rows, -(-(cut.row + cut.rows) // r.block_rows))
+        out[rows] = matrix.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
+    if cut.last < len(shard):
+        rest = specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
+        first = (start + cut.last) // shape[1] // r.block_rows
+        out[first:] = rest[first:]
+    return out
+
+
+def partial_cast(
+    shard: np.ndarray,
+    out: np.ndarray,
+    amax: np.ndarray,
+    shape: tuple[int, int],
+    start: int,
+    recipe: Recipe,
+    tensor_amax: np.ndarray | None,
+) -> None:
+    """reference.partial.partial_cast."""
+    cut = _cut(len(shard), start, shape, recipe.block_rows)
+    direct = out.strides[1] == 1  # the library writes rows of neighbouring bytes
+    if not direct:
+        cut = _Cut(len(shard), len(shard), 0, 0)
+    specification.partial_cast(shard[: cut.first], out, amax, shape, start, recipe, tensor_amax)
+    if cut.rows:
+        x = shard[cut.first : cut.last].reshape(cut.rows, shape[1])
+        blocks = amax[cut.row // recipe.block_rows : -(-(cut.row + cut.rows) // recipe.block_rows)]
+        matrix.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, Options(blocks))
+    if cut.last < len(shard):
+        specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, recipe, tensor_amax)
