@@ -25,7 +25,7 @@ from fp4kit.reference.quantize import Options
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 
-WIDTH = 4096  # columns of a unit at most: kWidth of source/encode.h
+WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
 UNIT = 1 << 15  # elements of a unit, about
 TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}

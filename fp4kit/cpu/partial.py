@@ -24,10 +24,12 @@ class _Cut(NamedTuple):
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
     """Where a shard from element `start` on is cut."""
     M, K = shape
+    if not length:
+        return _Cut(0, 0, 0, 0)
     row = -(-start // (K * height)) * height
     end = (start + length) // K
     end = end if end == M else end // height * height
-    if end <= row:
+    if end <= row:  # no whole one
         return _Cut(length, length, 0, 0)
     return _Cut(row * K - start, end * K - start, row, end - row)
 

@@ -125,21 +125,19 @@ using Encode = void (*)(const void*, const float*, i64, const u8*, u8*);
 
 template <class R>
 constexpr Scales kScalesOf[kInputs] = {scale_blocks<R, Float32>, scale_blocks<R, Float16>, scale_blocks<R, Bfloat16>};
-template <class E, class In, bool kStochastic>
-constexpr Encode kEncodeOf[2] = {encode_blocks<E, In, 16, kStochastic>, encode_blocks<E, In, 32, kStochastic>};
 template <class E>
-constexpr const Encode* kEncodes[2][kInputs] = {
-    {kEncodeOf<E, Float32, false>, kEncodeOf<E, Float16, false>, kEncodeOf<E, Bfloat16, false>},
-    {kEncodeOf<E, Float32, true>, kEncodeOf<E, Float16, true>, kEncodeOf<E, Bfloat16, true>}};
+constexpr Encode kEncodes[2][kInputs] = {
+    {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
+    {encode_elements<E, Float32, true>, encode_elements<E, Float16, true>, encode_elements<E, Bfloat16, true>}};
 
 struct RuleEntry { const char* key; const Scales* scales; };
-struct ElementEntry { const char* key; const Encode* const (*encodes)[kInputs]; bool divides, four; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, flushes, four; };
 const RuleEntry kRules[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>},
 FP4KIT_RULES
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
 };
 
@@ -159,9 +157,7 @@ struct Encoder {
   using Bits = typename Input<In>::Bits;
   const EncodeCall& call;
   const ElementEntry& element = kElements[call.element];
-  const int grain = call.block == 16 ? 16 : 32;  // elements under one factor, in the loops
-  const int per_block = call.block / grain;
-  const Encode encode = element.encodes[call.random || call.seed][call.input][grain == 32];
+  const Encode encode = element.encodes[call.random || call.seed][call.input];
 
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
@@ -177,33 +173,24 @@ struct Encoder {
     return all < Input<In>::kInfinity;
   }
 
-  // Factors for each grain of `count` blocks, false where one is of no use.
+  // A factor for each element of blocks, false where one is of no use.
   bool spread(const float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
     for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(element.divides & (by_block[b] == 0.0f));
-    for (i64 b = 0; b < count; ++b)
-      for (i64 g = 0; g < per_block; ++g) factors[b * per_block + g] = by_block[b];
+    for (i64 b = 0; b < count; ++b) {
+      const float factor = element.flushes ? flush(by_block[b]) : by_block[b];
+      for (i64 i = 0; i < call.block; ++i) factors[b * call.block + i] = factor;
+    }
     return bad == 0;
   }
 
-  // Codes of a row, packed as they are stored; columns that are no whole grains end in zeros.
+  // Codes of a row, packed as they are stored.
   void put_codes(const Bits* x, const Part& part, i64 row, const float* factors) const {
-    u8 codes[kWidth];
-    const i64 grains = part.columns / grain, rest = part.columns - grains * grain;
-    u8 stream[kWidth + 32];
+    u8 codes[kWidth], stream[kWidth + 32];
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
     if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
     u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
-    u8* direct = element.four ? codes : out;
-    encode(x, factors, grains, random, direct);
-    if (rest) {
-      Bits last[32] = {};
-      u8 bytes[32] = {}, tail[32];
-      std::memcpy(last, x + grains * grain, rest * sizeof(Bits));
-      if (random) std::memcpy(bytes, random + grains * grain, rest);
-      encode(last, factors + grains, 1, random ? bytes : nullptr, tail);
-      std::memcpy(direct + grains * grain, tail, rest);
-    }
+    encode(x, factors, part.columns, random, element.four ? codes : out);
     if (element.four) pack_codes(codes, part.columns, out);
   }
 
@@ -216,7 +203,7 @@ struct Encoder {
 
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
-    float amax[kMostBlocks], by_block[kMostBlocks], factors[kMostBlocks];
+    float amax[kMostBlocks], by_block[kMostBlocks], factors[kWidth];
     u8 codes[kMostBlocks];
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 given = part.row / call.block_rows * call.block_step + first;

@@ -49,9 +49,8 @@ FP4KIT_DEVICE u16 narrow_bf16(float x) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(0.0f), "f"(x));
   return static_cast<u16>(y);
 #else
-  const u32 bits = bits_of(x);
-  if (is_nan(x)) return static_cast<u16>((bits >> 16) | 0x40u);
-  return static_cast<u16>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+  const u32 bits = bits_of(x), nan = bits >> 16 | 0x40u;
+  return static_cast<u16>(is_nan(x) ? nan : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 #endif
 }
 
