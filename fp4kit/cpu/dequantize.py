@@ -42,7 +42,7 @@ def dequantize_matrix(
         part = TensorScale(*(p if p.size == 1 else p.reshape(-1)[cut] for p in map(np.asarray, tensor)))
         codes = np.broadcast_to(np.arange(_entries(recipe), dtype=np.uint8), (len(out[cut]), _entries(recipe)))
         values = specification.dequantize_tile(codes, None, recipe, part.columns(recipe)).astype(out.dtype)
-        _look_up(packed[cut], None, recipe, values, out[cut])
+        _look_up(packed[cut], None, recipe, _as_table(values, recipe), out[cut])
 
 
 def _entries(r: Recipe) -> int:
@@ -60,7 +60,16 @@ def _table(r: Recipe, dtype: np.dtype, tensor: tuple[bytes, ...]) -> np.ndarray:
         codes = np.broadcast_to((np.arange(length) % _entries(r)).astype(np.uint8), (_SCALES, length))
         scales = np.repeat(np.arange(_SCALES, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
     values = specification.dequantize_tile(codes, scales, r, part)[:, : _entries(r)].astype(dtype)
-    return np.ascontiguousarray(values)
+    return _as_table(values, r)
+
+
+def _as_table(values: np.ndarray, r: Recipe) -> np.ndarray:
+    """Values (rows, codes) as the library has them: those of 4-bit codes by bytes, the lowest of all sixteen first."""
+    values = np.ascontiguousarray(values)
+    if r.element.packing.codes == 1:
+        return values
+    planes = values.view(np.uint8).reshape(*values.shape, values.itemsize).swapaxes(1, 2)
+    return np.ascontiguousarray(planes).reshape(len(values), -1).view(values.dtype)
 
 
 def _look_up(packed: np.ndarray, scales: np.ndarray | None, r: Recipe, table: np.ndarray, out: np.ndarray) -> None:

@@ -199,12 +199,13 @@ def dequantize(
     q: Quantized, dtype: np.dtype, out: np.ndarray | None = None, by: Matrices = Matrices()  # noqa: B008  (a tuple)
 ) -> np.ndarray:
     """Values of q, rounded to dtype; in out, or a new array."""
-    moved = np.empty(q.moved_shape, dtype)
+    direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
+    moved = out if out is not None and direct else np.empty(q.moved_shape, dtype)
     if moved.size:
         _dequantize_matrices(q, moved, by)
     values = np.moveaxis(moved, -1, q.axis)
-    if out is None:
-        return values
+    if out is None or direct:
+        return values if out is None else out
     out[...] = values
     return out
 
