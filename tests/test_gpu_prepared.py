@@ -6,8 +6,8 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, cupy
 
 import fp4kit
+from fp4kit.call import repeat
 from fp4kit.cuda import engine
-from fp4kit.cuda import prepared as prepared_call
 
 pytestmark = ON_GPU
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -15,7 +15,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    prepared_call._CALLS.clear()
+    repeat._CALLS.clear()
 
 
 def forbid(monkeypatch, *names):

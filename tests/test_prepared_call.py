@@ -14,6 +14,7 @@ import pytest
 
 import fp4kit
 from fp4kit import interop
+from fp4kit.call import repeat
 from fp4kit.call.parse import Call
 from fp4kit.cuda import engine, geometry, launch, loader
 from fp4kit.cuda import prepared as prepared_call
@@ -23,6 +24,10 @@ from fp4kit.cuda.ways import ROWS
 from fp4kit.parts import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Odd(np.ndarray):
+    """An array of a class of its own."""
 
 
 class Memory:
@@ -83,7 +88,7 @@ def gpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(interop, "cupy", lambda: cupy)
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(prepared_call, "_CALLS", {})
+    monkeypatch.setattr(repeat, "_CALLS", {})
 
     def function(source, kernel, device):
         def launched(grid, threads, arguments, stream=None):
@@ -268,7 +273,7 @@ CHANGES = {
 def key(x=None, amax="", recipe="nvfp4-te", axis=-1, layout="linear", rounding="nearest", out=""):
     x = Array(SHAPE, BF16) if x is None else x
     amax, out = (Array(()) if isinstance(amax, str) else amax), (result("nvfp4-te") if isinstance(out, str) else out)
-    found, call = prepared_call.find("quantize", (x, amax, out), recipe, axis, layout, rounding)
+    found, call = repeat.find("quantize", (x, amax, out), recipe, axis, layout, rounding)
     assert call is None and found is not None
     return found
 
@@ -290,15 +295,15 @@ def test_the_current_device_changes_the_key(gpu):
 
 @pytest.mark.parametrize(
     "arrays",
-    [(None,), ([1.0],), (np.zeros(3, BF16),), (Array((2, 32)), 3.0), (Array((2, 32)), np.float32(3)), (Array((2, 32)), "")],
-    ids=["None", "list", "NumPy", "number", "NumPy number", "text"],
+    [(None,), ([1.0],), (np.zeros(3).view(Odd),), (Array((2, 32)), 3.0), (Array((2, 32)), np.float32(3)), (Array((2, 32)), "")],
+    ids=["None", "list", "subclass of NumPy's", "number", "NumPy number", "text"],
 )
 def test_other_arguments_have_no_key(gpu, arrays):
-    assert prepared_call.find("quantize", arrays, "nvfp4-te") == (None, None)
+    assert repeat.find("quantize", arrays, "nvfp4-te") == (None, None)
 
 
 def test_an_argument_that_cannot_be_hashed_has_no_key(gpu):
-    assert prepared_call.find("quantize", (Array((2, 32)),), ["nvfp4-te"]) == (None, None)
+    assert repeat.find("quantize", (Array((2, 32)),), ["nvfp4-te"]) == (None, None)
 
 
 def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
@@ -311,12 +316,12 @@ def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
 
 
 def test_no_more_than_so_many_are_kept(gpu):
-    for i in range(3 * prepared_call.MOST):
-        prepared_call.keep((i,), print)
-        assert (i,) in prepared_call._CALLS and len(prepared_call._CALLS) <= prepared_call.MOST
-    prepared_call.keep(None, print)
-    prepared_call.keep(("none",), None)
-    assert not {None, ("none",)} & prepared_call._CALLS.keys()
+    for i in range(3 * repeat.MOST):
+        repeat.keep((i,), print)
+        assert (i,) in repeat._CALLS and len(repeat._CALLS) <= repeat.MOST
+    repeat.keep(None, print)
+    repeat.keep(("none",), None)
+    assert not {None, ("none",)} & repeat._CALLS.keys()
 
 
 UNUSUAL = {
@@ -345,7 +350,7 @@ def test_an_error_is_not_kept(gpu):
     for _ in range(2):
         with pytest.raises(ValueError, match="out has dtype bfloat16; needs float16"):
             fp4kit.quantize(Array(SHAPE, np.float16), "nvfp4-te", tensor_amax=Array(()), out=out)
-    assert not prepared_call._CALLS
+    assert not repeat._CALLS
 
 
 def test_threads_that_launch_do_not_mix_up_their_arguments():

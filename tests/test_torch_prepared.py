@@ -11,6 +11,7 @@ import pytest
 
 import fp4kit
 from fp4kit import interop
+from fp4kit.call import repeat
 from fp4kit.call.parse import Call
 from fp4kit.cuda import memory, prepared
 from fp4kit.cuda.ways import PATCHES, ROWS
@@ -30,7 +31,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
-    monkeypatch.setattr(prepared, "_CALLS", {})
+    monkeypatch.setattr(repeat, "_CALLS", {})
     memory._torch_memory.cache_clear()
     yield cleared
     memory._torch_memory.cache_clear()
@@ -164,7 +165,7 @@ def test_moves():
 
 
 def key(x, amax=None, out=None):
-    found, call = prepared.find("quantize", (x, amax, out), "nvfp4-te", -1)
+    found, call = repeat.find("quantize", (x, amax, out), "nvfp4-te", -1)
     assert call is None
     return found
 

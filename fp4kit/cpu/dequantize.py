@@ -10,11 +10,14 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.matrix import UNIT, WIDTH
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, library, threads_for
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference import dequantize as specification
+from fp4kit.reference.implied import stored_tensor_scale
 from fp4kit.reference.scaling import TensorScale
 
 _SCALES = 256  # codes of a block scale
+_ONE = np.float32(1).tobytes()
 
 
 def check_recipe(r: Recipe) -> None:
@@ -51,7 +54,7 @@ def _entries(r: Recipe) -> int:
 
 @lru_cache(16)
 def _table(r: Recipe, dtype: np.dtype, tensor: tuple[bytes, ...]) -> np.ndarray:
-    """Values (scale codes, element codes), or (1, element codes) without block scales, under one tensor scale given by its bytes."""
+    """Values (scale codes, element codes), (1, element codes) without block scales, under a tensor scale given by its bytes."""
     part = TensorScale(*(np.frombuffer(p, np.float32) for p in tensor)).columns(r)
     if r.scale is None:
         codes, scales = np.arange(_entries(r), dtype=np.uint8)[None], None
@@ -72,20 +75,43 @@ def _as_table(values: np.ndarray, r: Recipe) -> np.ndarray:
     return np.ascontiguousarray(planes).reshape(len(values), -1).view(values.dtype)
 
 
+@lru_cache(64)
+def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> TensorScale:
+    """The tensor scale of a Quantized, whose scale and amax are given by their bytes."""
+    known = None if amax is None else np.frombuffer(amax, np.float32)
+    return stored_tensor_scale(np.frombuffer(scale, np.float32), known, r, dtype)
+
+
+def table_of(q: Quantized, dtype: np.dtype) -> np.ndarray:
+    """The table of a Quantized with at most one tensor scale."""
+    if q.tensor_scale is None:
+        return _table(q.recipe, dtype, (_ONE,) * 3)
+    amax = None if q.tensor_amax is None else q.tensor_amax.tobytes()
+    tensor = _stored(q.recipe, q.dtype, q.tensor_scale.tobytes(), amax)
+    return _table(q.recipe, dtype, tuple(np.float32(part).tobytes() for part in tensor))
+
+
+def decode_call(shape: tuple[int, int], r: Recipe, packed_step: int, scales_step: int | None, itemsize: int) -> DecodeCall:
+    """A call for a contiguous matrix of values, without addresses. scales_step: None without block scales."""
+    M, K = shape
+    block = K if scales_step is None else r.block_size
+    width = max(min(max(WIDTH // block, 1) * block, K), 1)
+    four = int(r.element.packing.codes == 2)
+    return DecodeCall(
+        None, None, None, 0, None, M, K, packed_step, scales_step or 0, max(UNIT // width, 1), width, itemsize, four, block, 1
+    )
+
+
 def _look_up(packed: np.ndarray, scales: np.ndarray | None, r: Recipe, table: np.ndarray, out: np.ndarray) -> None:
     """Values of a matrix; table: of all rows, or (no block scales) of each."""
-    (M, K), four = out.shape, r.element.packing.codes == 2
-    block = r.block_size if scales is not None else K
-    width = min(max(WIDTH // block, 1) * block, K)
+    M, K = out.shape
     step = max(ELEMENTS_PER_CALL // max(K, 1), 1)
+    own = scales is None and len(table) > 1
     for first in range(0, M, step):
         cut = slice(first, min(first + step, M))
         codes, values, linear = packed[cut], out[cut], None if scales is None else scales[cut]
-        rows = table[cut] if scales is None and len(table) > 1 else table
-        call = DecodeCall(
-            codes.ctypes.data, None if linear is None else linear.ctypes.data, rows.ctypes.data,
-            table.strides[0] if rows is not table else 0, values.ctypes.data, cut.stop - cut.start, K, codes.strides[0],
-            0 if linear is None else linear.strides[0], max(UNIT // max(width, 1), 1), max(width, 1), out.dtype.itemsize, int(four),
-            block, threads_for(values.size),
-        )  # fmt: skip
-        library().functions.fp4kit_decode(ctypes.byref(call))
+        call = decode_call(values.shape, r, codes.strides[0], None if linear is None else linear.strides[0], out.itemsize)
+        call.table_step = table.strides[0] if own else 0
+        rows = table[cut] if own else table
+        addresses = (None if a is None else a.ctypes.data for a in (codes, linear, rows, values))
+        library().functions.fp4kit_dequantize(ctypes.byref(call), *addresses, threads_for(values.size))

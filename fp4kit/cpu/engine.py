@@ -25,8 +25,9 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
     """reference.engine.compute_tensor_amax."""
     if r.tensor_scaling in ("none", "tensor") and moved.size:
         found = [matrix.largest(part, hadamard=mask) for part in stack(moved, r)]
-        if None not in found:
-            return np.asarray(max(found), np.float32)
+        finite = [amax for amax in found if amax is not None]
+        if len(finite) == len(found):
+            return np.asarray(max(finite), np.float32)
     return reference.compute_tensor_amax(moved, r, mask)
 
 
@@ -92,23 +93,24 @@ def _pieces(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]
     if x.size <= PIECE or x.ndim < 2 or isinstance(call.random, int):  # a stream goes by the place in the whole
         yield call, values
         return
+    if x.ndim > 2 and x[0].size > PIECE:
+        for i, one in enumerate(values):
+            yield from _pieces(_cut(call, i), one)
+        return
     multiple = r.block_rows if x.ndim == 2 else 1
-    step = max(PIECE // (x.size // len(x)) // multiple, 1) * multiple
+    step = max(PIECE // x[0].size // multiple, 1) * multiple
     for first in range(0, len(x), step):
-        part = slice(first, first + step)
-        own = {name: _part_of(getattr(call, name), part) for name in ("x", "tensor_amax", "block_amax", "random")}
-        piece = call._replace(**own, moved=x[part])
-        if step == 1 and x.ndim > 2:
-            inner = {name: None if a is None or not a.ndim else a[0] for name, a in own.items()}
-            lone = inner | ({"tensor_amax": own["tensor_amax"]} if inner["tensor_amax"] is None else {})
-            piece = piece._replace(**lone, moved=x[first], axis=x.ndim - 2)
-            yield from _pieces(piece, values[first])
-        else:
-            yield piece, values[part]
+        rows = slice(first, first + step)
+        yield _cut(call, rows), values[rows]
 
 
-def _part_of(a: np.ndarray | None, part: slice) -> np.ndarray | None:
-    return a if a is None or not a.ndim else a[part]
+def _cut(call: Call, index: Any) -> Call:
+    """The call on x[index], whose amaxes and random bytes are cut as x is."""
+    x, tensor, blocks, random = (
+        a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
+    )
+    tensor = tensor if tensor is None else np.asarray(tensor, np.float32)
+    return call._replace(x=x, moved=x, axis=x.ndim - 1, tensor_amax=tensor, block_amax=blocks, random=random)
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:

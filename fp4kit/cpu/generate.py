@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.keys import element_key, rule_key
+from fp4kit.cpu.keys import element_key, rule_key, tensor_key
 from fp4kit.cuda.traits import format_struct
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe, recipes
@@ -24,6 +24,7 @@ def text() -> str:
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale) if f is not None}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
+    tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
     return "\n".join(
         [
@@ -31,8 +32,10 @@ def text() -> str:
             "// clang-format off",
             *(format_struct(f, _format(f)) for _, f in sorted(formats.items())),
             *_structs("Rule", rules, _rule),
+            *_structs("Tensor", tensors, _tensor),
             *_structs("Element", elements, _element),
             _list("FP4KIT_RULES", "FP4KIT_RULE", "Rule", rules),
+            _list("FP4KIT_TENSORS", "FP4KIT_TENSOR", "Tensor", tensors),
             _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
             "",
         ]
@@ -55,6 +58,14 @@ def _rule(r: Recipe) -> list[str]:
         f"using BlockRule = block_{r.block_rule};",
         f"static constexpr int kScaleMax = {r.scale_max};",
         f"static constexpr bool kPropagateNan = {_bool(r.amax_nan == 'propagate')};",
+    ]
+
+
+def _tensor(r: Recipe) -> list[str]:
+    return [
+        f"using Element = {_format(r.element)};",
+        f"using TensorRule = tensor_{r.tensor_rule};",
+        f"static constexpr int kScaleMax = {r.scale_max};",
     ]
 
 

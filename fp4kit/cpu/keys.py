@@ -1,4 +1,4 @@
-"""Names of what the compiled engine has: rules of block scales, and the arithmetic of elements, by the fields that they depend on.
+"""Names of what the compiled engine has: rules of scales, and the arithmetic of elements, by the fields that they depend on.
 
 A variant of a recipe whose fields have a name there is computed by it, whatever its other fields are.
 """
@@ -17,6 +17,11 @@ def rule_key(r: Recipe) -> str | None:
         return None
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
     return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}"
+
+
+def tensor_key(r: Recipe) -> str | None:
+    """Of the rule that makes a tensor's scale of its amax; None for a recipe without one."""
+    return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(r.element)} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:

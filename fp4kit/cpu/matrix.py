@@ -95,7 +95,7 @@ class Shape(NamedTuple):
             for column in range(columns.start, columns.stop, self.width):
                 yield slice(row, min(row + self.height, rows.stop)), slice(column, min(column + self.width, columns.stop))
 
-    def count(self, rows: slice, columns: slice) -> int:
+    def number(self, rows: slice, columns: slice) -> int:
         """How many they are."""
         return -(-(rows.stop - rows.start) // self.height) * -(-(columns.stop - columns.start) // self.width)
 
@@ -117,16 +117,27 @@ class _Scales(NamedTuple):
     factors: np.ndarray | None = None
 
 
+def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
+    """A call for a contiguous matrix like x, and one tensor scale, without addresses."""
+    shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=False)
+    source = _source(x)
+    source.data = None
+    return EncodeCall(
+        x=source, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width, input=INPUTS[x.dtype],
+        rule=kernels.rule, element=kernels.element, block=kernels.block, block_rows=kernels.block_rows,
+    )  # fmt: skip
+
+
 @np.errstate(all="ignore")
 def quantize_matrix(
     x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, options: Options
 ) -> None:
     """reference.quantize.quantize_matrix."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
-    factors = None
+    above = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
-        tensor, factors = TensorScale(*(part[:1, :1] for part in tensor)), tensor.decode if recipe.apply == "divide" else tensor.encode
-    above = _Scales(tensor, options.block_amax, factors)
+        own = tensor.decode if recipe.apply == "divide" else tensor.encode
+        above = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, own)
     for rows, columns in _encode(x, recipe, kernels_of(recipe), above, packed, scales, options):
         blocks = _blocks(columns, recipe)
         specification.quantize_matrix(
@@ -148,7 +159,13 @@ def encode_matrix(
 
 
 def _encode_rows(
-    x: np.ndarray, r: Recipe, kernels: Kernels, tensor: TensorScale, scales: np.ndarray | None, packed: np.ndarray, options: Options
+    x: np.ndarray,
+    r: Recipe,
+    kernels: Kernels,
+    tensor: TensorScale,
+    scales: np.ndarray | None,
+    packed: np.ndarray,
+    options: Options,
 ) -> None:
     above = _given_scales(x, r, tensor, scales)
     for rows, columns in _encode(x, r, kernels, above, packed, None, options):
@@ -183,7 +200,7 @@ def _encode(
     tensor = TensorScale(*(np.ascontiguousarray(np.broadcast_to(part, x.shape[0] if step else 1)) for part in tensor))
     factors, amax = (None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax))
     for rows, columns in shape.parts():
-        unusual = np.zeros(shape.count(rows, columns), np.uint8)
+        unusual = np.zeros(shape.number(rows, columns), np.uint8)
         given = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), _blocks(columns, r)
         cut_factors, cut_amax = (None if a is None else a[given] for a in (factors, amax))
         cut_tensor = [part[rows] if step else part for part in tensor]

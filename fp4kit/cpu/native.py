@@ -90,8 +90,11 @@ def _load(level: str) -> Any:
     functions = ctypes.CDLL(str(found[0]))
     for name, result, arguments in (
         ("digest", c_char_p, []), ("level", c_char_p, []), ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
+        ("tensor", c_int, [c_char_p]),
         ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
         ("amax", c_uint32, [POINTER(AmaxCall)]), ("decode", None, [POINTER(DecodeCall)]),
+        ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 5, c_int32, c_int32]),
+        ("dequantize", None, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")

@@ -1,4 +1,4 @@
-"""Shards by the compiled library: the whole rows of blocks that a shard owns; what is cut off before and after is the specification's."""
+"""Shards by the compiled library: the whole rows of blocks in them. What is cut off before and after is the specification's."""
 
 from __future__ import annotations
 

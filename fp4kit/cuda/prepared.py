@@ -1,20 +1,16 @@
-"""Calls on a GPU that were checked before are launched at once: on small arrays, the checks cost more than the kernels.
+"""Calls on a GPU as call/repeat.py keeps them: launched at once.
 
-The key of a call holds all that its checks and launches depend on: of each array its type, shape, dtype, strides, device and
-alignment, and every other argument. So a call with the key of one that went the full way, and was right, is right too. Only
-calls that are one launch on one whole matrix are kept; all others go the full way each time.
-Arrays are CuPy's, or tensors of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
+Only calls that are one launch on one whole matrix are kept; all others go the full way each time. Arrays are CuPy's, or tensors
+of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from fp4kit import interop
 from fp4kit.call.parse import Call
@@ -27,62 +23,8 @@ from fp4kit.cuda.launch import Matrix, is_whole, launch_by
 from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
 from fp4kit.cuda.ways import Arguments, Work, way_of
 from fp4kit.cuda.ways import find as find_way
-from fp4kit.libraries import torch_arrays
 from fp4kit.parts import wanted_parts
 from fp4kit.quantized import Quantized, assembled
-
-MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
-Key = tuple[Hashable, ...]
-_CALLS: dict[Key, Callable[..., Any]] = {}
-
-
-def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Key of a call of op, None if it cannot have one; and the prepared call, None where the call has to go the full way.
-
-    arrays: CuPy arrays or tensors of PyTorch on CUDA, Quantized of them, or None for an array that is not given; any others make
-    a call without a key. others: all other arguments that a check depends on.
-    """
-    x, *rest = arrays
-    if x is None or type(x) is np.ndarray:
-        return None, None
-    try:
-        facts = _cupy_facts if _is_cupy(x) else torch_arrays.facts()
-        known = _facts(x, facts) if type(x) is Quantized else facts(x)
-        found = [None if a is None else _facts(a, facts) for a in rest]
-        key = (op, interop.cupy().cuda.runtime.getDevice(), known, *found, *others, *map(type, others))
-        return key, _CALLS.get(key)
-    except (AttributeError, TypeError, RuntimeError):  # no array of a GPU, one without memory, or an argument without a hash
-        return None, None
-
-
-def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
-    """Keep a prepared call under its key, unless one of them is None."""
-    if key is None or call is None:
-        return
-    if len(_CALLS) >= MOST:
-        _CALLS.clear()
-    _CALLS[key] = call
-
-
-def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
-    """What checks and launches depend on, of an array; facts: of those of one library, TypeError for others."""
-    if type(a) is Quantized:
-        scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
-        found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)
-        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, found, amax is None or facts(amax)
-    return facts(a)
-
-
-def _cupy_facts(a: Any) -> Hashable:
-    kind = type(a)
-    if kind.__module__ != "cupy":
-        raise TypeError(kind)
-    memory = a.data
-    return kind, a.shape, a.dtype, a.strides, memory.ptr % 16, memory.device_id
-
-
-def _is_cupy(a: Any) -> bool:
-    return type(a.packed if type(a) is Quantized else a).__module__ == "cupy"
 
 
 class Result(NamedTuple):

@@ -1,7 +1,8 @@
 """The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of tasks.
 
-A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the specification gives for the
-same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its bits.
+A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the specification
+gives for the same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its
+bits.
 """
 
 from __future__ import annotations
@@ -179,8 +180,11 @@ def every_code(engine: Engine, id: str) -> Outcome:
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
     limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
     q = Quantized(codes, scales, limit, limit, (256, width), FLOATS[0], -1, r)
-    found = (tuple(e.call(dequantize, q, dtype) for e in (engine, SPECIFICATION)) for dtype in FLOATS)
-    return sum((compare(*pair, f"{id}: every code as {dtype}") for pair, dtype in zip(found, FLOATS, strict=True)), Outcome())
+    total = Outcome()
+    for dtype in FLOATS:
+        found, expected = (one.call(dequantize, q, dtype) for one in (engine, SPECIFICATION))
+        total += compare(found, expected, f"{id}: every code as {dtype}")
+    return total
 
 
 def swept(engine: Engine, sweep: Sweep) -> Outcome:

@@ -8,9 +8,9 @@ import numpy as np
 
 from fp4kit.call import check
 from fp4kit.call.outputs import check_values_out, import_out
-from fp4kit.cuda import prepared
+from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, numpy_dtype
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized import Quantized
 
 
@@ -35,9 +35,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     >>> fp4kit.dequantize(q)[0, :4]
     array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
-    key, repeat = prepared.find("dequantize", (q, out), dtype)
-    if repeat is not None:
-        return repeat(q, out)
+    key, repeat = find("dequantize", (q, out), dtype)
+    found = repeat and repeat(q, out)
+    if found is not None:
+        return found
     return _dequantize(q, dtype, key, out=out)
 
 
@@ -51,5 +52,5 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)
     if key is not None:
-        prepared.keep(key, prepared.dequantize(q, like.packed, values))
+        keep(key, prepared_by(q.packed).dequantize(q, like.packed, values))
     return values

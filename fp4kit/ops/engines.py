@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.call.parse import Declined
+from fp4kit.call.repeat import by_specification
 from fp4kit.cpu import engine as cpu
+from fp4kit.cpu import prepared as cpu_prepared
 from fp4kit.cpu.native import library
 from fp4kit.cuda import engine as cuda
+from fp4kit.cuda import prepared as cuda_prepared
 from fp4kit.reference import engine as reference
-
-
-_fast: ContextVar[bool] = ContextVar("fast", default=True)
 
 
 def engines_of(array: Any) -> tuple[Any, ...]:
     """The engines that take an array, the one to ask first in front."""
     if not isinstance(array, np.ndarray):
         return (cuda,)
-    return (cpu, reference) if _fast.get() else (reference,)
+    return (reference,) if by_specification.get() else (cpu, reference)
+
+
+def prepared_by(array: Any) -> Any:
+    """The module that prepares calls on an array."""
+    return cpu_prepared if isinstance(array, np.ndarray) else cuda_prepared
 
 
 def engine() -> str:
@@ -37,7 +41,7 @@ def engine() -> str:
     >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
     True
     """
-    return f"cpu-{library().level}" if _fast.get() and library().functions is not None else "reference"
+    return f"cpu-{library().level}" if not by_specification.get() and library().functions is not None else "reference"
 
 
 @contextmanager
@@ -51,11 +55,11 @@ def specification() -> Iterator[None]:
     >>> slow.equals(fp4kit.quantize(x, "mxfp4"))
     True
     """
-    token = _fast.set(False)
+    token = by_specification.set(True)
     try:
         yield
     finally:
-        _fast.reset(token)
+        by_specification.reset(token)
 
 
 def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:

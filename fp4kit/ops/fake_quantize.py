@@ -10,9 +10,9 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
-from fp4kit.cuda import prepared
+from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, library_of
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import prepared_by, run
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -41,7 +41,7 @@ def fake_quantize(
     """
     key = repeat = None
     if seed is None and block_amax is None:
-        key, repeat = prepared.find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
+        key, repeat = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
     if repeat is not None:
         return repeat(x, tensor_amax)
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
@@ -55,7 +55,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, ke
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)
     if key is not None:
-        prepared.keep(key, prepared.fake_quantize(call, x, values))
+        keep(key, prepared_by(call.x).fake_quantize(call, x, values))
     return values
 
 

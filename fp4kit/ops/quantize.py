@@ -7,9 +7,9 @@ from typing import Any
 from fp4kit.arguments import as_index
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
-from fp4kit.cuda import prepared
+from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
@@ -74,9 +74,10 @@ def quantize(
     """
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
-        key, repeat = prepared.find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        if repeat is not None:
-            return repeat(x, tensor_amax, out)
+        key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
+        found = repeat and repeat(x, tensor_amax, out)
+        if found is not None:
+            return found
     options = Options(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
@@ -90,7 +91,7 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: An
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
     if key is not None:
-        prepared.keep(key, prepared.quantize(call, x))
+        keep(key, prepared_by(call.x).quantize(call, x))
     return q
 
 
@@ -136,7 +137,7 @@ def quantize_both(
     seed = None if seed is None else as_index(op, "seed", seed)
     key = repeat = None
     if hadamard is False and seed is None:
-        key, repeat = prepared.find(op, (x, tensor_amax), recipe, scale_layout, rounding)
+        key, repeat = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
     if repeat is not None:
         return repeat(x, tensor_amax, None)
     return _quantize_both(x, recipe, Options(scale_layout, rounding, seed, hadamard), key, tensor_amax)
@@ -152,5 +153,5 @@ def _quantize_both(x: Any, recipe: str | Recipe, options: Options, key: Any, ten
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
     both: tuple[Quantized, Quantized] = run(op, "quantize_both", row.x, row, column)
     if key is not None:
-        prepared.keep(key, prepared.quantize(column, x, both=True))
+        keep(key, prepared_by(column.x).quantize(column, x, both=True))
     return both

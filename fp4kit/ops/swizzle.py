@@ -9,10 +9,10 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arguments import as_shape
-from fp4kit.cuda import prepared
+from fp4kit.call.repeat import find, keep
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized import Quantized
 
 
@@ -42,7 +42,7 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 def _change(op: str, q: Quantized, layout: str) -> Quantized:
     """A Quantized with its scales in a layout."""
-    key, repeat = prepared.find(op, (q,), layout)
+    key, repeat = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
 
 
@@ -58,7 +58,7 @@ def _change_fully(given: Quantized, op: str, layout: str, key: Any) -> Quantized
     scales = change_layout(q.block_scale, q.scale_layout, layout, q.scale_shape)
     result = replace(q, block_scale=scales, scale_layout=layout)
     if key is not None:
-        prepared.keep(key, prepared.swizzle(q, given.block_scale, result))
+        keep(key, prepared_by(q.packed).swizzle(q, given.block_scale, result))
     return result
 
 

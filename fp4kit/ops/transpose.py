@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from fp4kit.call import check
+from fp4kit.call.repeat import find, keep
 from fp4kit.call.shards import square_block
-from fp4kit.cuda import prepared
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized import Quantized
 
 
@@ -31,7 +31,7 @@ def transpose(q: Quantized) -> Quantized:
     >>> fp4kit.transpose(q)
     Quantized(nvfp4-te-2d, shape=(32, 64), dtype=float32, axis=0, scale_layout='linear', 4.52 bits a value)
     """
-    key, repeat = prepared.find("transpose", (q,))
+    key, repeat = find("transpose", (q,))
     return _transpose(q, key) if repeat is None else repeat(q)
 
 
@@ -44,7 +44,7 @@ def _transpose(q: Quantized, key: Any) -> Quantized:
     codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
     result = replace(q, packed=codes, block_scale=block_scale, axis=2 * len(q.shape) - 3 - q.axis)
     if key is not None:
-        prepared.keep(key, prepared.transpose(q, given.packed, result))
+        keep(key, prepared_by(q.packed).transpose(q, given.packed, result))
     return result
 
 

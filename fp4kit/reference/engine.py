@@ -85,7 +85,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
 
 
 class Matrices(NamedTuple):
-    """The functions that do a whole array, or one matrix: those of the specification, or of an engine that uses the rest of this."""
+    """What does a whole array, or one matrix: the specification, or an engine that uses the rest of this."""
 
     tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
     quantize: Callable[..., None] = quantize_matrix

@@ -18,8 +18,8 @@ from host import cupy_on_host
 from host.device_memory import check_around_all, on_stream
 from host.harness import SANITIZERS, Compiler, Instantiation, launching_on, program_text
 
+from fp4kit.call import repeat
 from fp4kit.cuda import loader
-from fp4kit.cuda import prepared as prepared_call
 from fp4kit.reference.arith import reciprocal_table
 
 # A GPU refuses an address that is not aligned, which the host's CPU takes. Each library keeps its symbols to itself: two of them
@@ -106,8 +106,8 @@ class Libraries:
     @contextmanager
     def playing(self) -> Iterator[Any]:
         """The host plays the GPU: fp4kit finds its CuPy, and launches here."""
-        prepared_call._CALLS.clear()
+        repeat._CALLS.clear()
         with cupy_on_host.installed(), launching_on(self.function, cupy_on_host):
             yield cupy_on_host
-        prepared_call._CALLS.clear()
+        repeat._CALLS.clear()
         self._pool.shutdown(cancel_futures=True)

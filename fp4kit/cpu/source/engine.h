@@ -130,11 +130,22 @@ constexpr Encode kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
     {encode_elements<E, Float32, true>, encode_elements<E, Float16, true>, encode_elements<E, Bfloat16, true>}};
 
+template <class R, class In>
+TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }
+using Tensor = TensorScale (*)(float);
+template <class R>
+constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
+
 struct RuleEntry { const char* key; const Scales* scales; };
+struct TensorEntry { const char* key; const Tensor* scale; };
 struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, flushes, four; };
 const RuleEntry kRules[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>},
 FP4KIT_RULES
+};
+const TensorEntry kTensors[] = {
+#define FP4KIT_TENSOR(key, R) {key, kTensorOf<R>},
+FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
 #define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
@@ -260,6 +271,12 @@ FP4KIT_EXPORT int fp4kit_rule(const char* key) {
   return -1;
 }
 
+FP4KIT_EXPORT int fp4kit_tensor(const char* key) {
+  for (size_t i = 0; i < sizeof kTensors / sizeof *kTensors; ++i)
+    if (!std::strcmp(kTensors[i].key, key)) return static_cast<int>(i);
+  return -1;
+}
+
 FP4KIT_EXPORT int fp4kit_element(const char* key) {
   for (size_t i = 0; i < sizeof kElements / sizeof *kElements; ++i)
     if (!std::strcmp(kElements[i].key, key)) return static_cast<int>(i);
@@ -314,6 +331,39 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   return all;
 }
 
+// A whole quantize of a contiguous matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with
+// a tensor scale (tensor: index of its rule, else -1) into decode and amax. Returns 1 where it has to be done otherwise.
+FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* packed, u8* scales, float* decode, float* amax, i32 tensor,
+                                  i32 threads) {
+  EncodeCall call = *like;
+  call.x.data = x;
+  call.threads = threads;
+  TensorScale t{1.0f, 1.0f, 1.0f};
+  if (tensor >= 0) {
+    const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, threads};
+    const u32 bits = fp4kit_amax(&find);
+    const float value = by_input(call.input, [&](auto in) {
+      using In = decltype(in);
+      using Bits = typename Input<In>::Bits;
+      return bits < Input<In>::kInfinity ? Input<In>::value(static_cast<Bits>(bits)) : -1.0f;
+    });
+    if (value < 0.0f) return 1;
+    t = kTensors[tensor].scale[call.input](value);
+    *amax = value;
+    *decode = t.decode;
+  }
+  call.encode = &t.encode;
+  call.decode = &t.decode;
+  call.amax = &t.amax;
+  call.packed = packed;
+  call.scales = scales;
+  const i64 units = Units{call.x.rows, call.x.columns, call.height, call.width}.count();
+  std::vector<u8> unusual(static_cast<size_t>(units));
+  call.unusual = unusual.data();
+  fp4kit_encode(&call);
+  return std::memchr(unusual.data(), 1, unusual.size()) != nullptr;
+}
+
 struct DecodeCall {
   const u8 *packed, *scales;
   const void* table;
@@ -342,6 +392,17 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
     }
   };
   run_units(units.count(), call->threads, work);
+}
+
+// The same of arrays that lie as those of `like`.
+FP4KIT_EXPORT void fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const void* table, void* out, i32 threads) {
+  DecodeCall call = *like;
+  call.packed = packed;
+  call.scales = scales;
+  call.table = table;
+  call.out = out;
+  call.threads = threads;
+  fp4kit_decode(&call);
 }
 
 // The codes of a (rows, columns) matrix to those of the (columns, rows) one; four: two a byte, and rows is even.
