@@ -24,6 +24,8 @@ from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
 from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
+from fp4kit.cpu.native import num_threads
+from fp4kit.ops.engines import engine
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.json_object import dump_object
@@ -91,21 +93,22 @@ def convert(
 class Options:
     """How a plan is executed; the bytes that are written do not depend on it.
 
-    workers: processes on this machine, threads where GPUs do the work; a script that asks for processes needs
-    ``if __name__ == "__main__":``. executor: any of concurrent.futures, instead of those; its workers see the files under
-    the same paths. devices: CUDA devices that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
+    workers: threads where GPUs or the compiled engine do the work, else processes on this machine; a script that asks for
+    processes needs ``if __name__ == "__main__":``. None: fp4kit.num_threads() threads, at least two; of processes this one.
+    executor: any of concurrent.futures, instead of those; its workers see the files under the same paths. devices: CUDA devices
+    that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
     progress: called with bytes that add up to bytes_to_read.
     """
 
-    workers: int = 1
+    workers: int | None = None
     executor: Executor | None = None
     devices: Sequence[int] = ()
     resume: bool = False
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if type(self.workers) is not int or self.workers < 1:
-            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of processes, at least 1, is needed")
+        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
+            raise CheckpointError(f"workers: got {self.workers!r}; a whole number of them, at least 1, is needed")
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
@@ -168,11 +171,13 @@ class _Run:
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
             positions |= _lay_out(shard, self.folder)
-        given, workers, devices = self.options.executor, self.options.workers, tuple(self.options.devices)
+        given, devices = self.options.executor, tuple(self.options.devices)
+        by_threads = bool(devices) or engine() != "reference"
+        workers = self.options.workers or (max(2, num_threads()) if by_threads else 1)
         all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
         files = [self.folder / shard.name for shard in self.plan.shards]
         sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
-        with executor_of(given, workers, bool(devices)) as executor:
+        with executor_of(given, workers, by_threads) as executor:
             sweep.run(executor, calls_ahead(given, workers))
             self._write_beside()
             digests = self._digests(sweep.digests, executor)

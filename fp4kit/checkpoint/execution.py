@@ -30,6 +30,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from fp4kit import __version__
+from fp4kit.cpu.native import alone
 from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
@@ -40,17 +41,18 @@ _SECONDS = 30  # that a scheduler and its first worker have to answer
 
 
 @contextmanager
-def executor_of(given: Executor | None, workers: int, on_devices: bool = False) -> Iterator[Executor | None]:
-    """The executor of a run: the given one, which stays open; worker processes; or None for this process alone.
+def executor_of(given: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
+    """The executor of a run: the given one, which stays open; worker processes or threads; or None for this process alone.
 
-    on_devices: GPUs do the work; then workers are threads, so that one reads while another waits for its GPU. Worker processes
-    end with the run: at once where it is stopped or fails, and also where this process is killed.
+    by_threads: what does the work, a GPU or the compiled engine, lets Python's other threads run meanwhile: one reads while
+    another computes and a third writes. Each has one thread of that engine. Worker processes end with the run: at once where it
+    is stopped or fails, and also where this process is killed.
     """
     if given is not None or workers == 1:
         yield given
         return
-    if on_devices:
-        threads = ThreadPoolExecutor(workers)
+    if by_threads:
+        threads = ThreadPoolExecutor(workers, initializer=alone)
         try:
             yield threads
         finally:

@@ -245,7 +245,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     """Do what was prepared; see verify."""
     options = options or Options()
     tick = options.progress or (lambda count: None)
-    with executor_of(options.executor, options.workers, bool(options.devices)) as executor:
+    with executor_of(options.executor, options.workers or 1, bool(options.devices)) as executor:
         found = list(reencode.run(prepared.checks, executor, tick))
         changed = []
         for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):

@@ -88,8 +88,8 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 def add_workers(parser: Any) -> None:
     """Add the options that say where the work is done."""
-    text = "processes on this machine, threads with --device cuda (default: %(default)s)"
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help=text)
+    text = "threads of a conversion, or processes where the compiled engine is not there and for verify (default: by the machine)"
+    parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
     parser.add_argument(
         "--device", action="append", default=[], type=_device, metavar="DEVICE", help="cpu, cuda or cuda:N; repeatable"

@@ -173,6 +173,11 @@ def threads(count: int) -> Iterator[None]:
         _threads.reset(token)
 
 
+def alone() -> None:
+    """Calls of this thread take no other ones from now on: it is one of many that a program has of its own."""
+    _threads.set(1)
+
+
 def threads_for(elements: int) -> int:
     """Threads of a call on so many elements."""
     return max(1, min(num_threads(), elements // ELEMENTS_PER_THREAD))

@@ -1,9 +1,13 @@
-"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command."""
+"""A conversion as a process of its own: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command.
+
+WORKERS: so many processes; or "threads", those of the compiled engine.
+"""
 
 import os
 import signal
 import sys
 from collections import deque
+from importlib import import_module
 
 from fp4kit.checkpoint.convert import Options, convert
 from fp4kit.checkpoint.execution import cluster, run_all
@@ -17,8 +21,10 @@ def main() -> None:
     """Convert with workers of this machine, or with those of MPI where mpi4py.futures runs this."""
     source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
+    if workers != "threads":
+        import_module("fp4kit.checkpoint.convert").engine = lambda: "reference"  # as where that is not compiled
     with cluster() as executor:
-        report = convert(source, destination, options=Options(int(workers), executor))
+        report = convert(source, destination, options=Options(2 if workers == "threads" else int(workers), executor))
         others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}
     print(len(report.done), "jobs;", len(others), "other processes;", type(executor).__name__)
 

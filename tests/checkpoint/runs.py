@@ -65,7 +65,7 @@ def larger(root: Path) -> None:
 
 
 @contextmanager
-def running(model: Model, workers: int) -> Iterator[subprocess.Popen[str]]:
+def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
     """A converting process that has begun to fill its directory, in a session of its own; all of it is gone at the end."""
     command = [sys.executable, str(HERE / "convert_once.py"), str(model.source), str(model.out), str(workers)]
     with subprocess.Popen(

@@ -8,10 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from fp4kit.checkpoint import execution, staging
 from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.checkpoint.plan import make_plan
+from fp4kit.checkpoint.rewrite import encoded
+from fp4kit.cpu.native import num_threads
 
 HERE = Path(__file__).parent
 
@@ -38,6 +42,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
     return folder / "m", files_of(convert(folder / "m", folder / "whole").destination)
 
 
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are processes, as where the compiled engine is not there."""
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "reference")
+
+
+@pytest.mark.parametrize("workers", [None, 1, 3])
+def test_worker_threads(
+    model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int | None
+) -> None:
+    """What the compiled engine computes, threads do, and each of them takes no others."""
+    used: set[tuple[int, int]] = set()
+    quantized = encoded.write
+
+    def noted(*arguments: Any) -> int:
+        used.add((threading.get_ident(), num_threads()))
+        return quantized(*arguments)
+
+    monkeypatch.setattr(encoded, "write", noted)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "cpu-base")
+    convert(model[0], tmp_path / "out", options=Options(workers))
+    assert files_of(tmp_path / "out") == model[1]
+    alone = {(threading.get_ident(), num_threads())}
+    assert used == alone if workers == 1 else used and {threads for _, threads in used} == {1} and not used & alone
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("workers", [2, 3])
 def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, workers: int) -> None:
     ticks: list[int] = []
@@ -89,7 +120,7 @@ def spawning(workers: int) -> ProcessPoolExecutor:
 
 @pytest.mark.parametrize("workers", [0, -1, True, 1.5, "2"])
 def test_number_of_workers(workers: Any) -> None:
-    with refused(f"workers: got {workers!r}; a whole number of processes, at least 1, is needed"):
+    with refused(f"workers: got {workers!r}; a whole number of them, at least 1, is needed"):
         Options(workers)
 
 
@@ -106,6 +137,7 @@ def test_workers_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "7" and "OPENBLAS_NUM_THREADS" not in os.environ
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_workers_end_with_an_error(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         convert(model[0], tmp_path / "out", options=Options(2, progress=stopping(25)))
@@ -129,6 +161,7 @@ def die(job: Any, *rest: Any) -> None:
     os._exit(1)
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system ends them where memory is short: what is done is kept."""
     with monkeypatch.context() as patch:
@@ -140,6 +173,7 @@ def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, mo
     assert files_of(tmp_path / "out") == model[1]
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_errors_of_workers_are_those_of_one_process(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (64, 64)) for i in range(4)}
     tensors["model.layers.2.mlp.down_proj.weight"][1, 1] = np.nan

@@ -49,8 +49,8 @@ def test_kills_with_workers(tmp_path: Path, points: int) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_signals_leave_what_is_done(tmp_path: Path, number: int, code: int, workers: int) -> None:
+@pytest.mark.parametrize("workers", [1, 2, "threads"])
+def test_signals_leave_what_is_done(tmp_path: Path, number: int, code: int, workers: int | str) -> None:
     """Ctrl-C reaches the workers of a terminal too; none of them says a word, and none remains."""
     model = Model(tmp_path, larger)
     with running(model, workers) as process:

@@ -96,7 +96,7 @@ def test_a_group_is_written_as_soon_as_it_is_measured(
 
 def test_a_file_is_closed_as_soon_as_it_is_written(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
     synthetic.moe(tmp_path / "m")
-    out = convert(tmp_path / "m", tmp_path / "out").destination
+    out = convert(tmp_path / "m", tmp_path / "out", options=Options(workers=1)).destination
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert len(files) > 1
     for name in files:
@@ -123,7 +123,7 @@ def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any
     tensors[f"{names[2]}.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
     with refused(f"{names[2]}.weight: 1 of 4096 values are NaN or infinite"):
-        convert(tmp_path / "m", tmp_path / "out")
+        convert(tmp_path / "m", tmp_path / "out", options=Options(workers=1))
     words = [(word, names.index(job.key.partition("#")[0])) for word, job in seen]
     assert words == [("measure", 0), ("write", 0), ("measure", 1), ("write", 1), ("measure", 2)]
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
@@ -182,6 +182,7 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
     synthetic.dense(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "reference")
         patch.setattr(staging, "sync_file", on_a_bad_disk)
         options = {"one process": Options(), "processes": Options(2), "threads": Options(executor=pool)}[where]
         with pytest.raises(OSError, match="Input/output error"):

@@ -415,7 +415,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--html", "{model}/page.html"], "is inside of the checkpoint, which it would change; put it elsewhere"),
         (["--html", "{model}/none/page.html"], "a file in a directory that exists is needed"),
         (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),
-        (["--source", "{source}", "--workers", "0"], "workers: got 0; a whole number of processes, at least 1, is needed"),
+        (["--source", "{source}", "--workers", "0"], "workers: got 0; a whole number of them, at least 1, is needed"),
     ],
 )
 def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
