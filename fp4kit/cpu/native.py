@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
@@ -158,15 +158,20 @@ def _default_threads() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Calls inside take so many threads at most: of this thread, or of this task, alone.
+def threads(count: int) -> AbstractContextManager[None]:
+    """Context manager: calls inside take so many threads at most: of this thread, or of this task, alone.
 
     >>> import fp4kit, numpy as np
     >>> with fp4kit.threads(1):
     ...     q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")
     """
-    token = _threads.set(_checked("threads", count))
+    return taking("threads", count)
+
+
+@contextmanager
+def taking(op: str, count: int) -> Iterator[None]:
+    """threads(count), whose errors begin with op."""
+    token = _threads.set(_checked(op, count))
     try:
         yield
     finally:

@@ -10,12 +10,13 @@ from fp4kit.call import check
 from fp4kit.call.parse import array_call
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import run
+from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
 
 
+@with_threads
 @comes_home
-def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.ndarray:
+def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> np.ndarray:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 
     amax(x)                       float32 (): the tensor's amax
@@ -25,6 +26,7 @@ def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> np.
 
     x: float32, float16 or bfloat16, any shape; an empty reduction gives 0.
     Recipes without blocks give what their tensor scale covers: () or one per row.
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Raises TypeError for other dtypes; ValueError for lengths that are not whole blocks, or an axis out of range or named twice.
     Numerics: exact. NaN propagates, but recipes that ignore NaN in their amax do so here.
 

@@ -10,11 +10,12 @@ from fp4kit.call import check
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, numpy_dtype
-from fp4kit.ops.engines import prepared_by, run
+from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.quantized import Quantized
 
 
-def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None) -> np.ndarray:
+@with_threads
+def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None, threads: int | None = None) -> np.ndarray:
     """Values of a quantized array, in the shape of the array that was quantized.
 
         value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype
@@ -25,6 +26,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to.
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Returns a new array (a transposed view where the quantized axis was not the last).
     Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype.
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.

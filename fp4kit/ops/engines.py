@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -13,10 +14,13 @@ from fp4kit.call.parse import Declined
 from fp4kit.call.repeat import by_specification
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu import prepared as cpu_prepared
-from fp4kit.cpu.native import library
+from fp4kit.cpu.native import library, taking
 from fp4kit.cuda import engine as cuda
 from fp4kit.cuda import prepared as cuda_prepared
 from fp4kit.reference import engine as reference
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def engines_of(array: Any) -> tuple[Any, ...]:
@@ -29,6 +33,20 @@ def engines_of(array: Any) -> tuple[Any, ...]:
 def prepared_by(array: Any) -> Any:
     """The module that prepares calls on an array."""
     return cpu_prepared if isinstance(array, np.ndarray) else cuda_prepared
+
+
+def with_threads(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: calls with threads= take so many at most on NumPy arrays; None: fp4kit.num_threads()."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        count: Any = kwargs.get("threads")
+        if count is None:
+            return function(*args, **kwargs)
+        with taking(function.__name__, count):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def engine() -> str:

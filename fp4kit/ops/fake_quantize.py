@@ -12,11 +12,12 @@ from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, library_of
-from fp4kit.ops.engines import prepared_by, run
+from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
 
 
+@with_threads
 def fake_quantize(
     x: Any,
     recipe: str | Recipe,
@@ -26,6 +27,7 @@ def fake_quantize(
     block_amax: Any = None,
     rounding: str = "nearest",
     seed: Any = None,
+    threads: int | None = None,
 ) -> np.ndarray:
     """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 

@@ -17,17 +17,22 @@ from fp4kit.cuda.group import AmaxRows
 from fp4kit.cuda.group import amaxes as device_amaxes
 from fp4kit.libraries import comes_home
 from fp4kit.ops.amax import amax as single_amax
+from fp4kit.ops.engines import with_threads
 from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 
 
+@with_threads
 @comes_home
-def amax_grouped(xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None) -> list[Any]:
+def amax_grouped(
+    xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None, threads: int | None = None
+) -> list[Any]:
     """[amax(x, recipe, axis=axis) for x in xs]; on a GPU in one launch, whose results are views of one vector, unless
     a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
 
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     xs: a sequence of arrays of any shapes, or one stacked array (experts first). Raises what amax raises.
 
     >>> import fp4kit, numpy as np
@@ -52,6 +57,7 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
     return (rows, "all", axis is not None), shape
 
 
+@with_threads
 def quantize_grouped(
     xs: Any,
     recipe: str | Recipe,
@@ -63,12 +69,14 @@ def quantize_grouped(
     seed: Any = None,
     hadamard: Hadamard = False,
     block_amax: Any = None,
+    threads: int | None = None,
 ) -> list[Quantized]:
     """[quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit.
 
     xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array (experts first).
     tensor_amax: None (computed from each x), or one for each x: a sequence of N, or an array whose first axis is N; each as in
         quantize: a scalar, or one per row ([rows, 1] or [rows]) or block, as the recipe's tensor scale goes.
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     block_amax: None, or one for each x. The other options are those of quantize, the same for all.
     On a GPU: one launch for each dtype, after one for the amaxes where they are computed. A stacked array is not copied, and its
         results are views of stacked arrays. GroupedPlan does the same again and again without work for each tensor.
@@ -83,6 +91,7 @@ def quantize_grouped(
     return GroupedPlan(xs, recipe, axis=axis, tensor_amax=tensor_amax, op="quantize_grouped", **options).quantize()
 
 
+@with_threads
 def fake_quantize_grouped(
     xs: Any,
     recipe: str | Recipe,
@@ -92,6 +101,7 @@ def fake_quantize_grouped(
     block_amax: Any = None,
     rounding: str = "nearest",
     seed: Any = None,
+    threads: int | None = None,
 ) -> list[Any]:
     """[fake_quantize(x, recipe, tensor_amax=a, ...) for each x and its a], bit for bit; arguments as quantize_grouped.
 

@@ -9,11 +9,12 @@ from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import prepared_by, run
+from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
 
+@with_threads
 def quantize(
     x: Any,
     recipe: str | Recipe,
@@ -28,6 +29,7 @@ def quantize(
     block_scale: Any = None,
     tensor_scale: Any = None,
     out: Quantized | None = None,
+    threads: int | None = None,
 ) -> Quantized:
     """Quantize x to codes and scales, bit for bit as the recipe's producer does.
 
@@ -51,6 +53,7 @@ def quantize(
         scale_layout, as the result has them; tensor_scale: float32, decode direction, of the shapes of tensor_amax.
     out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten; without a tensor_amax for a given
         tensor_scale. Its scales take the bytes that are given.
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
 
     Returns Quantized: packed uint8 (..., K/2) or (..., K); block_scale uint8 (..., K/block); tensor_scale, tensor_amax float32.
     Raises TypeError for another dtype; ValueError for a length that is not whole blocks, an unknown recipe or layout, a 0-d x,
@@ -110,6 +113,7 @@ def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
             raise ValueError(f"quantize: {name} was given beside scales, which are all that codes need; leave it, or them, out")
 
 
+@with_threads
 def quantize_both(
     x: Any,
     recipe: str | Recipe,
@@ -119,11 +123,13 @@ def quantize_both(
     rounding: str = "nearest",
     seed: int | None = None,
     hadamard: Hadamard = False,
+    threads: int | None = None,
 ) -> tuple[Quantized, Quantized]:
     """Quantize x rowwise (axis -1) and columnwise (axis -2): (q_row, q_col), each as quantize gives it.
 
     x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column.
     hadamard: applies to the columnwise result only, as in TE. seed: the columnwise result uses seed + 1.
+    threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Raises what quantize raises, and ValueError for x of less than two dimensions.
 
     >>> import fp4kit, numpy as np

@@ -40,7 +40,7 @@ def fake_quantize_grouped(
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
-    amaxes = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
+    amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
     values = fp4kit.fake_quantize_grouped(arrays, from_spec(recipe), axis=axis, rounding=rounding, seed=seed_of(seed), **amaxes)
     return [own(value) for value in values]
 

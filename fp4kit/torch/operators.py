@@ -77,7 +77,7 @@ def fake_quantize(
     x = x.detach()
     if not pass_through and amax is not None:
         check_backward("fake_quantize", x, x, recipe, axis, amax)
-    amaxes = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
+    amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
     return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=rounding, seed=seed_of(seed), **amaxes))
 
 
