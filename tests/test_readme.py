@@ -53,7 +53,7 @@ def test_linked_files_exist() -> None:
         assert (ROOT / link).exists(), link
 
 
-PAGES = TEXT + (ROOT / "docs" / "checkpoints.md").read_text()
+PAGES = TEXT + "".join((ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md"))
 EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 
 

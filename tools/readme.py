@@ -10,10 +10,12 @@ from pathlib import Path
 
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.cpu.keys import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.agreement import COLUMNS, agreement_rows
+from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "processors.md")
 RECORD = ROOT / "benchmarks" / "results" / "h200.json"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
@@ -51,7 +53,12 @@ def loaders() -> str:
     return support.markdown()
 
 
-PARTS = {"recipes": recipes, "agreement": agreement, "performance": performance, "loaders": loaders}
+def uncovered() -> str:
+    """What falls to the specification."""
+    return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
+
+
+PARTS = {"uncovered": uncovered, "recipes": recipes, "agreement": agreement, "performance": performance, "loaders": loaders}
 
 
 def with_output(text: str) -> str:

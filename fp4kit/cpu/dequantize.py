@@ -8,7 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.matrix import UNIT, WIDTH
+from fp4kit.cpu.keys import WIDTH, not_decoded
+from fp4kit.cpu.matrix import UNIT
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, library, threads_for
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -25,8 +26,8 @@ def check_recipe(r: Recipe) -> None:
     functions, why = library()
     if functions is None:
         raise Declined(f"the compiled engine is not there: {why}")
-    if r.tensor_scaling == "block" or (r.tensor_scaling == "row" and r.scale is not None):
-        raise Declined(f"the compiled engine has no tables for each {r.tensor_scaling} of {r.id}")
+    if (reason := not_decoded(r)) is not None:
+        raise Declined(f"{r.id} has {reason}")
 
 
 @np.errstate(all="ignore")

@@ -14,6 +14,7 @@ import numpy as np
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import matrix, partial
+from fp4kit.cpu.keys import not_faked
 from fp4kit.cpu.native import library
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -74,10 +75,9 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
 
 def fake_quantize(call: Call) -> np.ndarray:
     """reference.engine.fake_quantize, some MB of elements at a time."""
-    if call.recipe.fake_rule is not None:
-        raise Declined("the specification has the fake rules")
+    if (reason := not_faked(call.recipe)) is not None:
+        raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
-    decoding.check_recipe(call.recipe)
     if call.tensor_amax is None and call.recipe.tensor_scaling != "none":
         call = call._replace(tensor_amax=tensor_amax(call.moved, call.recipe, call.mask))
     values = np.empty(call.moved.shape, call.x.dtype)

@@ -5,6 +5,8 @@ A variant of a recipe whose fields have a name there is computed by it, whatever
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fp4kit import formats
 from fp4kit.cuda.traits import is_same
 from fp4kit.formats import ElementFormat
@@ -28,6 +30,46 @@ def element_key(r: Recipe) -> str:
     """Of what makes a code of an element and a factor, where both are finite."""
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
     return " ".join([_name(r.element), r.apply, r.rounding, r.sign, *flags])
+
+
+GRAIN = 32  # elements that lie in a block, where it has not 16
+WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
+
+
+def not_encoded(r: Recipe) -> str | None:
+    """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
+    if r.four_over_six:
+        return "4over6, which tries two scales"
+    if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
+        return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
+    return None
+
+
+def not_decoded(r: Recipe) -> str | None:
+    """Why it looks no values up for a recipe."""
+    if r.tensor_scaling == "block" or (r.tensor_scaling == "row" and r.scale is not None):
+        return f"a tensor scale for each {r.tensor_scaling}, each of which would need tables"
+    return None
+
+
+def not_faked(r: Recipe) -> str | None:
+    """Why it does not fake-quantize by a recipe."""
+    return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r) or not_decoded(r)
+
+
+COVERAGE = {"quantize and all that makes codes": not_encoded, "dequantize": not_decoded, "fake_quantize": not_faked}
+COVERAGE_COLUMNS = ("operation", "recipes", "why")
+
+
+def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
+    """What of these recipes falls to the specification: operation, recipes, why."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for operation, why in COVERAGE.items():
+        for r in recipes:
+            reason = None if r.fake_only and operation != "fake_quantize" else why(r)
+            if reason is not None:
+                found.setdefault((operation, reason), []).append(r.id)
+    return [(operation, ", ".join(ids), reason) for (operation, reason), ids in found.items()]
 
 
 def _name(f: ElementFormat) -> str:

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.keys import element_key, rule_key
+from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, not_encoded, rule_key
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, library, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
@@ -25,12 +25,10 @@ from fp4kit.reference.quantize import Options
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 
-WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
 UNIT = 1 << 15  # elements of a unit, about
 TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}  # dtype of a magnitude's bits, infinity's
-_GRAIN = 32  # elements under one factor where there are no blocks
 
 
 class Kernels(NamedTuple):
@@ -48,9 +46,9 @@ def kernels_of(r: Recipe) -> Kernels:
     functions, why = library()
     if functions is None:
         raise Declined(f"the compiled engine is not there: {why}")
-    block, key = r.block_size if r.block else _GRAIN, rule_key(r)
-    if r.four_over_six or (block != 16 and block % _GRAIN) or block > WIDTH:
-        raise Declined(f"the compiled engine has no blocks like those of {r.id}")
+    if (reason := not_encoded(r)) is not None:
+        raise Declined(f"{r.id} has {reason}")
+    block, key = r.block_size if r.block else GRAIN, rule_key(r)
     rule = -1 if key is None else functions.fp4kit_rule(key.encode())
     element = functions.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and rule < 0):
@@ -76,7 +74,7 @@ class Shape(NamedTuple):
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Shape:
         """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache."""
         M, K = x.shape
-        step = lcm(block, _GRAIN)
+        step = lcm(block, GRAIN)
         width = max(min(TILE_COLUMNS if gathered else WIDTH, K) // step, 1) * step
         high = -(-TILE_ROWS // block_rows) if gathered else max(UNIT // (min(width, K) * block_rows), 1)
         return cls(M, K, high * block_rows, width)
@@ -254,7 +252,7 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def largest(
-    x: np.ndarray, out: np.ndarray | None = None, block: int = _GRAIN, block_rows: int = 1, hadamard: int | None = None
+    x: np.ndarray, out: np.ndarray | None = None, block: int = GRAIN, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
     """The largest magnitude of a matrix; None where one is NaN or infinite. out: those of its blocks, if all are finite."""
     functions, _ = library()
