@@ -21,9 +21,10 @@ FP4KIT_DEVICE float widen_f16(u16 half) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(half));
   return y;
 #else
-  _Float16 h;
-  __builtin_memcpy(&h, &half, 2);
-  return static_cast<float>(h);
+  const u32 magnitude = half & 0x7FFFu, sign = static_cast<u32>(half & 0x8000u) << 16;
+  const u32 special = 0x7F800000u | (magnitude & 0x3FFu) << 13 | (magnitude > 0x7C00u ? 0x400000u : 0u);
+  const u32 finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
+  return float_of((magnitude < 0x7C00u ? finite : special) | sign);
 #endif
 }
 
@@ -33,10 +34,12 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
   return half;
 #else
-  const _Float16 h = static_cast<_Float16>(x);
-  u16 half;
-  __builtin_memcpy(&half, &h, 2);
-  return half;
+  const u32 magnitude = bits_of(x) & 0x7FFFFFFFu, sign = bits_of(x) >> 16 & 0x8000u;
+  const u32 normal = (magnitude - (112u << 23) + 0xFFFu + (magnitude >> 13 & 1u)) >> 13;
+  const u32 subnormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  // a step of 0.5 is the least of float16
+  const u32 finite = magnitude < (113u << 23) ? subnormal : minimum(normal, 0x7C00u);
+  const u32 nan = 0x7E00u | (magnitude >> 13 & 0x3FFu);
+  return static_cast<u16>((magnitude > kInfinityBits ? nan : finite) | sign);
 #endif
 }
 
