@@ -1,0 +1,119 @@
+// Codes and scales of a matrix, unit by unit.
+#pragma once
+
+#include "tables.h"
+#include "units.h"
+
+// A call that gives codes. encode, decode, amax: the tensor scale, one, or (tensor_step 1) one a row. rule -1: there are no block
+// scales; block_amax, factors: given instead of found, a row of them every block_step, or nullptr. random: a byte an element.
+struct EncodeCall {
+  Source x;
+  const float *encode, *decode, *amax;
+  i64 tensor_step;
+  const float *block_amax, *factors;
+  i64 block_step;
+  const u8* random;  // a byte an element, or nullptr
+  i64 random_step;
+  const u64* seed;  // of the stream that they come from otherwise, or nullptr
+  i64 first, stride;  // the place of element (0, 0) in the stream, and of a row from the next
+  u8 *packed, *scales;
+  i64 packed_step, scales_step;
+  u8* unusual;  // of each unit, whether it has to be done otherwise
+  i64 height, width;
+  i32 input, rule, element, block, block_rows, threads;
+};
+
+namespace {
+
+// Random bytes of `count` elements of the stream from element `start` on; out has room for 31 more.
+const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
+  const i64 first = start / 16, last = (start + count + 15) / 16;
+  for (i64 counter = first; counter < last; ++counter) {
+    const Words words = stream_words(seed, static_cast<u64>(counter));
+    std::memcpy(out + (counter - first) * 16, words.w, 16);
+  }
+  return out + (start - first * 16);
+}
+
+// One unit of a call of one kind of input.
+template <class In>
+struct Encoder {
+  using Bits = typename Input<In>::Bits;
+  const EncodeCall& call;
+  const ElementEntry& element = kElements[call.element];
+  const Encode encode = element.encodes[call.random || call.seed][call.input];
+
+  TensorScale tensor(i64 row) const {
+    const i64 at = row * call.tensor_step;
+    return {call.encode[at], call.decode[at], call.amax[at]};
+  }
+
+  // amaxes of the blocks of rows that share theirs, false where an element is not finite.
+  bool find_amax(View<Bits> x, i64 rows, i64 blocks, float* amax) const {
+    u32 most[kMostBlocks], all = 0;
+    block_magnitudes<In>(x, rows, blocks, call.block, most);
+    for (i64 b = 0; b < blocks; ++b) all = most[b] > all ? most[b] : all;
+    for (i64 b = 0; b < blocks; ++b) amax[b] = Input<In>::value(static_cast<Bits>(most[b]));
+    return all < Input<In>::kInfinity;
+  }
+
+  // A factor for each element of blocks, false where one is of no use.
+  bool spread(const float* by_block, i64 count, float* factors) const {
+    u32 bad = 0;
+    for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(element.divides & (by_block[b] == 0.0f));
+    for (i64 b = 0; b < count; ++b) {
+      const float factor = element.flushes ? flush(by_block[b]) : by_block[b];
+      for (i64 i = 0; i < call.block; ++i) factors[b * call.block + i] = factor;
+    }
+    return bad == 0;
+  }
+
+  // Codes of a row, packed as they are stored.
+  void put_codes(const Bits* x, const Part& part, i64 row, const float* factors) const {
+    u8 codes[kWidth], stream[kWidth + 32];
+    const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
+    if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
+    u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
+    encode(x, factors, part.columns, random, element.four ? codes : out);
+    if (element.four) pack_codes(codes, part.columns, out);
+  }
+
+  // The factors of elements whose blocks have no scales: those that are given, or the tensor's.
+  void put_factors(const Part& part, i64 given, i64 count, float* factors) const {
+    const TensorScale t = tensor(part.row);
+    const float own = element.divides ? t.decode : t.encode;
+    for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[given + b] : own;
+  }
+
+  // Rows of one row of blocks; false where that is not for these loops.
+  bool panel(View<Bits> x, const Part& part) const {
+    float amax[kMostBlocks], by_block[kMostBlocks], factors[kWidth];
+    u8 codes[kMostBlocks];
+    const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
+    const i64 given = part.row / call.block_rows * call.block_step + first;
+    if (call.rule < 0) {
+      if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
+      put_factors(part, given, count, by_block);
+    } else {
+      if (!find_amax(x, part.rows, count, amax)) return false;
+      if (call.block_amax) std::memcpy(amax, call.block_amax + given, count * sizeof(float));
+      kRules[call.rule].scales[call.input](amax, count, tensor(part.row), codes, by_block);
+      if (call.scales)
+        for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
+    }
+    if (!spread(by_block, count, factors)) return false;
+    for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
+    return true;
+  }
+
+  bool unit(Part part) const {
+    const View<Bits> x = view<In>(call.x, part);
+    for (i64 i = 0; i < part.rows; i += call.block_rows) {
+      const i64 rows = minimum<i64>(call.block_rows, part.rows - i);
+      if (!panel({x.data + i * x.step, x.step}, {part.row + i, rows, part.column, part.columns})) return false;
+    }
+    return true;
+  }
+};
+
+}  // namespace

@@ -1,0 +1,57 @@
+// The rules and elements that the library has, by their keys (cpu/keys.py): recipes.inc lists them.
+#pragma once
+
+#include "encode.h"
+#include "recipes.inc"
+
+namespace {
+
+enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
+
+template <class F>
+auto by_input(int kind, F f) {
+  if (kind == kFloat32) return f(Float32{});
+  return kind == kFloat16 ? f(Float16{}) : f(Bfloat16{});
+}
+
+using Scales = void (*)(const float*, i64, TensorScale, u8*, float*);
+using Encode = void (*)(const void*, const float*, i64, const u8*, u8*);
+
+template <class R>
+constexpr Scales kScalesOf[kInputs] = {scale_blocks<R, Float32>, scale_blocks<R, Float16>, scale_blocks<R, Bfloat16>};
+template <class E>
+constexpr Encode kEncodes[2][kInputs] = {
+    {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
+    {encode_elements<E, Float32, true>, encode_elements<E, Float16, true>, encode_elements<E, Bfloat16, true>}};
+
+template <class R, class In>
+TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }
+using Tensor = TensorScale (*)(float);
+template <class R>
+constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
+
+struct RuleEntry { const char* key; const Scales* scales; };
+struct TensorEntry { const char* key; const Tensor* scale; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, flushes, four; };
+const RuleEntry kRules[] = {
+#define FP4KIT_RULE(key, R) {key, kScalesOf<R>},
+FP4KIT_RULES
+};
+const TensorEntry kTensors[] = {
+#define FP4KIT_TENSOR(key, R) {key, kTensorOf<R>},
+FP4KIT_TENSORS
+};
+const ElementEntry kElements[] = {
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
+FP4KIT_ELEMENTS
+};
+
+// Index of the entry of a key; -1 for one that is not here.
+template <class Entry, size_t kCount>
+int index_of(const Entry (&entries)[kCount], const char* key) {
+  for (size_t i = 0; i < kCount; ++i)
+    if (!std::strcmp(entries[i].key, key)) return static_cast<int>(i);
+  return -1;
+}
+
+}  // namespace

@@ -1,0 +1,87 @@
+// Matrices in units of some rows and columns, which threads take one by one; and their elements in contiguous rows.
+#pragma once
+
+#include <vector>
+
+#include "encode.h"
+#include "pool.h"
+
+namespace {
+
+// A thread's own memory for a unit.
+template <class T>
+T* scratch(size_t count) {
+  thread_local std::vector<T> memory;
+  if (memory.size() < count) memory.resize(count);
+  return memory.data();
+}
+
+// Rows and columns of a unit.
+struct Part {
+  i64 row, rows, column, columns;
+};
+
+struct Units {
+  i64 rows, columns, height, width;
+  i64 across() const { return (columns + width - 1) / width; }
+  i64 count() const { return across() * ((rows + height - 1) / height); }
+  Part part(i64 unit) const {
+    const i64 row = unit / across() * height, column = unit % across() * width;
+    return {row, minimum(height, rows - row), column, minimum(width, columns - column)};
+  }
+};
+
+template <class Work>
+void run_units(i64 units, int threads, Work& work) {
+  for_units(units, threads, [](void* context, int64_t unit) { (*static_cast<Work*>(context))(unit); }, &work);
+}
+
+// The elements of a part, in contiguous rows.
+template <class Bits>
+struct View {
+  const Bits* data;
+  i64 step;
+};
+
+template <class In, class Bits = typename Input<In>::Bits>
+View<Bits> view(const Source& x, const Part& part) {
+  if (x.column_step == 1 && x.hadamard < 0)
+    return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
+  Bits* copy = scratch<Bits>(part.rows * part.columns);
+  gather<Bits>(x, part.row, part.rows, part.column, part.columns, part.columns, copy);
+  if (x.hadamard >= 0)
+    for (i64 i = 0; i < part.rows * part.columns; i += 16) hadamard_block<In>(copy + i, static_cast<u32>(x.hadamard));
+  return {copy, part.columns};
+}
+
+// Magnitudes of the blocks of some rows that share theirs, as integers; grain: 16 or 32 elements, which divide a block.
+template <class In, class Bits>
+void block_magnitudes(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
+  const i64 grain = block == 16 ? 16 : 32, per_block = block / grain, grains = blocks * per_block;
+  const auto measure = grain == 16 ? magnitudes<In, 16> : magnitudes<In, 32>;
+  u32 most[kMostBlocks], row[kMostBlocks];
+  measure(x.data, grains, most);
+  for (i64 i = 1; i < rows; ++i) {
+    measure(x.data + i * x.step, grains, row);
+    for (i64 g = 0; g < grains; ++g) most[g] = row[g] > most[g] ? row[g] : most[g];
+  }
+  for (i64 b = 0; b < blocks; ++b) {
+    u32 largest = most[b * per_block];
+    for (i64 g = 1; g < per_block; ++g) largest = maximum(largest, most[b * per_block + g]);
+    out[b] = largest;
+  }
+}
+
+// The largest magnitude of some rows, as an integer.
+template <class In, class Bits>
+Bits largest_of(View<Bits> x, i64 rows, i64 columns) {
+  Bits most = 0;
+  for (i64 i = 0; i < rows; ++i)
+    for (i64 j = 0; j < columns; ++j) {
+      const Bits a = x.data[i * x.step + j] & Input<In>::kMagnitude;
+      most = a > most ? a : most;
+    }
+  return most;
+}
+
+}  // namespace
