@@ -1,6 +1,8 @@
 // The rules and elements that the library has, by their keys (cpu/keys.py): recipes.inc lists them.
 #pragma once
 
+#include <type_traits>
+
 #include "encode.h"
 #include "recipes.inc"
 
@@ -17,12 +19,25 @@ auto by_input(int kind, F f) {
 using Scales = void (*)(const float*, i64, TensorScale, u8*, float*);
 using Encode = void (*)(const void*, const float*, i64, const u8*, u8*);
 
+template <class R, class In>  // one function for all inputs, where the rule does not ask for them
+constexpr Scales kScales = scale_blocks<R, std::conditional_t<R::BlockRule::kReadsInput, In, Float32>>;
 template <class R>
-constexpr Scales kScalesOf[kInputs] = {scale_blocks<R, Float32>, scale_blocks<R, Float16>, scale_blocks<R, Bfloat16>};
+constexpr Scales kScalesOf[kInputs] = {kScales<R, Float32>, kScales<R, Float16>, kScales<R, Bfloat16>};
+// What stochastic rounding depends on, of an element: not on how others are rounded, nor on their signs. There is none of integers.
+template <class F, bool divides, bool flushes, bool rounds>
+struct Stochastic {
+  using Format = F;
+  static constexpr bool kDivide = divides, kFlush = flushes, kRoundScaled = rounds;
+};
+template <class E, class In>
+constexpr Encode stochastic_of() {
+  if constexpr (E::Format::kIsInteger) return nullptr;
+  else return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled>, In, true>;
+}
 template <class E>
 constexpr Encode kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
-    {encode_elements<E, Float32, true>, encode_elements<E, Float16, true>, encode_elements<E, Bfloat16, true>}};
+    {stochastic_of<E, Float32>(), stochastic_of<E, Float16>(), stochastic_of<E, Bfloat16>()}};
 
 template <class R, class In>
 TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }

@@ -7,13 +7,14 @@
 
 #include "scale.cuh"
 
-// What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it.
+// What a factor depends on beside the code: nothing, or whether the block is of zeros, as ftz arithmetic sees it. kReadsInput: whether
+// the code depends on the type of the elements.
 struct by_code {
-  static constexpr bool kReadsAmax = false;
+  static constexpr bool kReadsAmax = false, kReadsInput = false;
   FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
 };
 struct by_code_or_zero {
-  static constexpr bool kReadsAmax = true;
+  static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 

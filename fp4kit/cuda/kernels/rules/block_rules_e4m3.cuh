@@ -81,6 +81,7 @@ struct block_torchao : by_code {
 };
 
 struct block_compressed_tensors : by_code {
+  static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const u32 code = encode_scale<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode);

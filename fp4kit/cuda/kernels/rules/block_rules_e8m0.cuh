@@ -79,6 +79,7 @@ struct block_e8m0_modelopt : inverse_factor {
 };
 
 struct block_e8m0_compressed_tensors : inverse_factor {
+  static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const u32 code = rounded_exponent<R>(amax, R::Element::kBits == 6 ? 3 : 1);
