@@ -44,7 +44,7 @@ RIGHT = {
 FILES = {"save": {"path": "w.safetensors", "arrays": {"w": Q}}, "load": {"path": "w.safetensors"}}
 WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object()]
 NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # without arguments
-NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered (test_cpu_threads)
+NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered
 
 
 @pytest.fixture(autouse=True)
