@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fp4kit.call import repeat
 from fp4kit.call.parse import Declined
 from fp4kit.cpu import dequantize, engine, matrix, native
 from fp4kit.evidence.engines import SPECIFICATION
@@ -50,19 +51,20 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Assert that the engine gives what the specification gives, and give it."""
+    """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated one."""
     with np.errstate(all="ignore"):
         expected = SPECIFICATION.apply(function, *arguments, **options)
-        found = function(*arguments, **options)
-    assert_equal(found, expected, f"{getattr(function, '__name__', function)} {options}")
+        for turn in ("first", "second"):
+            found = function(*arguments, **options)
+            assert_equal(found, expected, f"{turn} {getattr(function, '__name__', function)} {options}")
     return found
 
 
 def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays have many units, calls of the library, pieces and threads."""
     for module in (matrix, dequantize):
-        for name in ("UNIT", "WIDTH"):
-            monkeypatch.setattr(module, name, 64)
+        monkeypatch.setattr(module, "UNIT", 64)
+        monkeypatch.setattr(module, "WIDTH", 128)  # the longest block
     monkeypatch.setattr(matrix, "TILE_COLUMNS", 32)
     monkeypatch.setattr(matrix, "TILE_ROWS", 4)
     for module in (matrix, dequantize, native):
@@ -70,6 +72,7 @@ def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "PIECE", 200)
     monkeypatch.setattr(native, "_default", [3])
+    monkeypatch.setattr(repeat, "_CALLS", {})  # calls that are kept have larger units
     matrix.kernels_of.cache_clear()  # which kernels a block has depends on the width
 
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
+from fp4kit.call import repeat
 from fp4kit.ops import engines
 
 KERNELS = re.compile(r"test_(gpu\w*|\w+_on_host|host\w*)")
@@ -33,5 +34,6 @@ def needs_specification(item: pytest.Item) -> bool:
 @contextmanager
 def specification_everywhere() -> Iterator[None]:
     """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has set."""
-    with patch.object(engines, "_fast", ContextVar("fast", default=False)):
+    always = ContextVar("by_specification", default=True)
+    with patch.object(engines, "by_specification", always), patch.object(repeat, "by_specification", always):
         yield

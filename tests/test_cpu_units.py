@@ -43,7 +43,7 @@ def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
     assert shape.width <= 2048
     for part in shape.parts():
         units = list(shape.units(*part))
-        assert len(units) == shape.count(*part)
+        assert len(units) == shape.number(*part)
         for rows, columns in units:
             seen[rows, columns] += 1
             assert rows.start % block_rows == 0 and columns.start % block == 0
