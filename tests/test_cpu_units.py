@@ -115,7 +115,7 @@ def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
             given = {} if r.tensor_scaling != "tensor" else {"tensor_amax": 4.0}
             fp4kit.quantize(x, name, **given)
         if np.isnan(value) or np.isinf(value):
-            assert shapes and sum(rows * columns for rows, columns in shapes) <= x.size // 8, special
+            assert shapes and sum(rows * columns for rows, columns in shapes) <= x.size // 4, special
         agree(fp4kit.quantize, x, name, **given)
         q = agree(fp4kit.quantize, x, name)
         agree(fp4kit.dequantize, q)
