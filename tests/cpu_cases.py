@@ -52,11 +52,10 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated one."""
-    with np.errstate(all="ignore"):
-        expected = SPECIFICATION.apply(function, *arguments, **options)
-        for turn in ("first", "second"):
-            found = function(*arguments, **options)
-            assert_equal(found, expected, f"{turn} {getattr(function, '__name__', function)} {options}")
+    expected = SPECIFICATION.apply(function, *arguments, **options)
+    for turn in ("first", "second"):
+        found = function(*arguments, **options)
+        assert_equal(found, expected, f"{turn} {getattr(function, '__name__', function)} {options}")
     return found
 
 

@@ -72,12 +72,11 @@ def test_levels_give_the_same_bytes(name, level, monkeypatch):
     library = library_of(level)
     arrays = ordinary(3, (32, 128)), np.resize(adversarial_blocks(BF16), (32, 128)), ordinary(5, (32, 128), np.float16)
     for x in arrays:
-        with np.errstate(all="ignore"):
-            with fp4kit.specification():
-                expected = list(everything(name, x))
-            with using(monkeypatch, library):
-                assert fp4kit.engine() == f"cpu-{level}"
-                assert_equal(list(everything(name, x)), expected, f"{name} {level}")
+        with fp4kit.specification():
+            expected = list(everything(name, x))
+        with using(monkeypatch, library):
+            assert fp4kit.engine() == f"cpu-{level}"
+            assert_equal(list(everything(name, x)), expected, f"{name} {level}")
 
 
 @NEEDS_ENGINE

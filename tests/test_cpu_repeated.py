@@ -52,16 +52,15 @@ def kept(op):
 def test_other_values(name, dtype):
     out = fp4kit.quantize(np.zeros(SHAPE, dtype), name)
     values = np.empty(SHAPE, np.float32)
-    with np.errstate(all="ignore"):
-        for x in arrays(dtype):
-            q = SPECIFICATION.apply(fp4kit.quantize, x, name)
-            assert_equal(fp4kit.quantize(x, name), q, "new")
-            assert fp4kit.quantize(x, name, out=out) is out
-            assert_equal(out, q, "out")
-            for target in FLOATS:
-                assert_equal(fp4kit.dequantize(q, target), SPECIFICATION.apply(fp4kit.dequantize, q, target), f"{target}")
-            assert fp4kit.dequantize(q, np.float32, out=values) is values
-            assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
+    for x in arrays(dtype):
+        q = SPECIFICATION.apply(fp4kit.quantize, x, name)
+        assert_equal(fp4kit.quantize(x, name), q, "new")
+        assert fp4kit.quantize(x, name, out=out) is out
+        assert_equal(out, q, "out")
+        for target in FLOATS:
+            assert_equal(fp4kit.dequantize(q, target), SPECIFICATION.apply(fp4kit.dequantize, q, target), f"{target}")
+        assert fp4kit.dequantize(q, np.float32, out=values) is values
+        assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
     covered = name in COVERED and RECIPES[name].tensor_scaling in ("none", "tensor")
     assert len(kept("quantize")) == 2 * covered
 
@@ -117,7 +116,7 @@ def test_scales_of_the_tensor_are_not_kept():
     for scale in (1.0, 0.5, 0.0, 1e-45, 3e38, np.inf, np.nan):
         for amax in (None, q.tensor_amax, np.float32(7).reshape(())):
             one = replace(q, tensor_scale=np.array(scale, np.float32), tensor_amax=amax)
-            with np.errstate(all="ignore"):
+            for _ in range(2):
                 assert_equal(fp4kit.dequantize(one), SPECIFICATION.apply(fp4kit.dequantize, one), f"{scale} {amax}")
 
 
