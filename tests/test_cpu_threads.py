@@ -24,7 +24,7 @@ from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 import fp4kit
 from fp4kit.call import repeat
-from fp4kit.cpu import dequantize, engine, matrix, native
+from fp4kit.cpu import dequantize, engine, matrix, native, prepared
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE
@@ -70,6 +70,39 @@ def test_numbers_of_threads(default_threads):
     fp4kit.set_num_threads(np.int64(4))
     assert fp4kit.num_threads() == 4 and native.threads_for(1) == 1
     assert native.threads_for(1 << 40) == 4
+
+
+def seen_threads(monkeypatch):
+    """Numbers of threads of the calls of the library from here on."""
+    seen, right = [], native.threads_for
+    for module in (matrix, dequantize, prepared):
+        monkeypatch.setattr(module, "threads_for", lambda elements: (seen.append(right(elements)), seen[-1])[1])
+    return seen
+
+
+def test_threads_of_one_call(default_threads, monkeypatch):
+    """In a first call and in a repeated one; the default before and after it."""
+    x, seen = large(), seen_threads(monkeypatch)
+    q = fp4kit.quantize(x, "mxfp4-ocp")
+    calls = {
+        "quantize": lambda **given: fp4kit.quantize(x, "mxfp4-ocp", **given),
+        "dequantize": lambda **given: fp4kit.dequantize(q, **given),
+        "fake_quantize": lambda **given: fp4kit.fake_quantize(x, "mxfp4-ocp", **given),
+        "amax": lambda **given: fp4kit.amax(x, "mxfp4-ocp", **given),
+        "quantize_both": lambda **given: fp4kit.quantize_both(x, "mxfp4-ocp", **given),
+        "quantize_grouped": lambda **given: fp4kit.quantize_grouped([x], "mxfp4-ocp", **given),
+    }
+    for name, call in calls.items():
+        for count in (2, 5, None, 1):
+            for _ in range(2):
+                seen.clear()
+                call(threads=count)
+                assert set(seen) == {count or 3}, (name, count)
+            with fp4kit.threads(4):
+                call(threads=count)
+                assert seen[-1] == (count or 4), name
+        with pytest.raises(ValueError, match=f"^{name}: threads is 0; needs 1 or more$"):
+            call(threads=0)
 
 
 def test_threads_of_one_python_thread_are_not_those_of_another(default_threads):
