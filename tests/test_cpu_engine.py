@@ -177,3 +177,48 @@ def test_swizzled_scales(name, layout):
             q = agree(fp4kit.quantize, x, name, scale_layout=layout)
             agree(fp4kit.dequantize, q)
             agree(fp4kit.quantize, x, name, scale_layout=layout, out=fp4kit.quantize(x, name, scale_layout=layout))
+
+
+# ---- shards and transposes --------------------------------------------------------------------------------------------------
+
+SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
+# First elements and lengths of shards of a matrix (70, 128): inside of a row, whole rows, across many, the last ones.
+SHARDS = [(0, 8960), (0, 5), (3, 1), (127, 2), (128, 128), (128, 4096), (4095, 300), (1, 8959), (8192, 768), (8958, 2), (700, 0)]
+
+
+@pytest.mark.parametrize("name", half(SHARDED))
+@pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
+def test_shards(name, dtype):
+    """Block amaxes and codes of what a process holds; the rest of out is left alone, whatever its strides."""
+    r, shape = RECIPES[name], (70, 128)
+    x = ordinary(5, shape, dtype).reshape(-1)
+    amax = SPECIFICATION.apply(fp4kit.partial_amax, x, shape, 0, name)
+    given = {} if r.tensor_scaling == "none" else {"tensor_amax": amax.max()}
+    width = SPECIFICATION.apply(fp4kit.quantize, x.reshape(shape), name).packed.shape[1]
+    for start, count in SHARDS:
+        for shard in (x[start : start + count], np.repeat(x, 2)[::2][start : start + count]):
+            agree(fp4kit.partial_amax, shard, shape, start, name)
+            for strided in (False, True):
+                outs = [np.full((70, 2 * width), 0xEE, np.uint8) for _ in range(2)]
+                cuts = [out[:, ::2] if strided else out[:, :width] for out in outs]
+                SPECIFICATION.apply(fp4kit.partial_cast, shard, cuts[0], amax, shape, start, name, **given)
+                fp4kit.partial_cast(shard, cuts[1], amax, shape, start, name, **given)
+                assert_equal(outs[1], outs[0], f"{start} {count}")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].block_rows > 1])
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+def test_transposes(name, layout):
+    for shape in ((32, 32), (64, 96), (160, 32), (3, 64, 128), (2, 2, 32, 96), (128, 320)):
+        q = SPECIFICATION.apply(fp4kit.quantize, ordinary(1, shape), name, scale_layout=layout)
+        assert_equal(agree(fp4kit.transpose, agree(fp4kit.transpose, q)).packed, q.packed)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "fp8-modelopt", "int8-modelopt"])
+@pytest.mark.parametrize("target", ["nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te", "fp8-modelopt", "int8-modelopt-channel"])
+def test_requantized(name, target):
+    q = SPECIFICATION.apply(fp4kit.quantize, np.resize(adversarial_blocks(np.float32), (64, 128)), name)
+    expected = SPECIFICATION.apply(fp4kit.requantize, q, target)
+    found = fp4kit.requantize(q, target)
+    assert_equal(found.quantized, expected.quantized)
+    assert (found.exact, found.changed) == (expected.exact, expected.changed)
