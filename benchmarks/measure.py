@@ -267,6 +267,7 @@ def main(run: Callable[[Bench], None]) -> None:
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
-    run(bench)
+    with fp4kit.specification():  # what results are compared with
+        run(bench)
     record = bench.record()
     print(f"{record['device']}, driver {record['driver']}, copy {record['copy_TB/s']} TB/s, {record['date']}")

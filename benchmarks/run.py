@@ -19,6 +19,8 @@ from pathlib import Path
 import report
 from measure import REPEAT, SIZE, Bench
 
+import fp4kit
+
 HERE = Path(__file__).resolve().parent
 ELSEWHERE = ("checkpoint", "cpu", "distributed")  # without a GPU; with several
 FIRST = ("small",)  # host times: other libraries, once loaded, keep threads and processes busy
@@ -50,7 +52,8 @@ def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None])
         start = time.perf_counter()
         print(f"== {name}", flush=True)
         try:
-            importlib.import_module(f"bench_{name}").run(bench)
+            with fp4kit.specification():  # what results are compared with
+                importlib.import_module(f"bench_{name}").run(bench)
         except Exception as error:
             traceback.print_exc(limit=-3)
             errors[name] = f"{type(error).__name__}: {error}".splitlines()[0]

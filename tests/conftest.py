@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
@@ -12,6 +12,7 @@ from host.compiler import require_compiler
 from host.harness import Host
 from host.libraries import Libraries
 from hypothesis import settings
+from oracle import needs_specification, specification_everywhere
 
 from fp4kit.evidence.golden import GoldenSet
 
@@ -39,10 +40,24 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Kernels are compared with the specification (oracle.py); so is what the fixtures of a whole file compute for them."""
+    with specification_everywhere() if needs_specification(item) else nullcontext():
+        return (yield)
+
+
 @pytest.fixture
 def away(monkeypatch):
     """An engine that computes as the specification does, on arrays of a type of its own."""
     return engine_away(monkeypatch)
+
+
+@pytest.fixture(params=["specification", "compiled"])
+def either_engine(request):
+    """The test runs on the specification, and again on the host's compiled engine."""
+    with specification_everywhere() if request.param == "specification" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture(scope="session")

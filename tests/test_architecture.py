@@ -206,10 +206,15 @@ def test_the_public_api():
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
-    """Two exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number
-    of threads, set for worker processes."""
-    if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/execution.py"):
+    """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number of
+    threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
+    if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/execution.py", "cpu/native.py"):
         assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))
+
+
+def test_the_compiled_engine_reads_the_number_of_threads_alone():
+    text = (PACKAGE / "cpu" / "native.py").read_text(encoding="utf-8")
+    assert re.findall(r"(?:environ|getenv).*", text) == ['environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()']
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from fuzz_faults import SMALL, executed, one_bit, plant
 
+import fp4kit
 from fp4kit.cli import main
 from fp4kit.evidence import fuzz, fuzz_arrays, fuzz_processes, fuzz_replay
 from fp4kit.evidence.fuzz_arrays import Array, View
@@ -86,14 +88,29 @@ def without_gpu(monkeypatch):
     monkeypatch.setattr(fuzz, "device_engine", lambda: (None, "no driver"))
 
 
-def test_the_command(without_gpu, capsys):
+@pytest.fixture
+def without_engines(without_gpu, monkeypatch):
+    monkeypatch.setattr(fuzz, "host_engine", lambda: (None, "no compiler"))
+
+
+def test_the_command(without_engines, capsys):
     arguments = ["fuzz", "--cases", "12", "--seed", "3", "--operations", "pack", "amax"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.startswith("No GPU (no driver): the specification alone") and "12 cases, " in out and " 0 failures" in out
+    assert out.startswith("No GPU, no compiled engine (no compiler): the specification alone")
+    assert "12 cases, " in out and " 0 failures" in out
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["schema"] == "fp4kit.fuzz/1" and set(report["operations"]) == {"pack", "amax"} and report["failures"] == []
+
+
+@pytest.mark.parametrize("processes", ["1", *exhaustive(["2"])])
+def test_the_command_on_the_processor(processes, without_gpu, capsys):
+    if fuzz.host_engine()[0] is None:
+        pytest.skip("the engine is not compiled here")
+    assert main(["fuzz", "--cases", "12", "--seed", "3", "--operations", "quantize", "--processes", processes]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"This processor, {fp4kit.engine()}\n") and " 0 failures" in out
 
 
 def test_the_command_prints_a_failure(monkeypatch, capsys, away):
@@ -124,7 +141,7 @@ def test_errors_of_the_command(arguments, message, without_gpu, capsys):
 
 
 def test_processes_draw_with_their_own_seeds():
-    work = fuzz_processes.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, False)
+    work = fuzz_processes.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
     counted = []
     report = fuzz_processes.run(work, 4, 2, lambda calls, failures: counted.append(calls))
     assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []

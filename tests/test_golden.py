@@ -6,11 +6,13 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 from recorded import groups
 
 import fp4kit
 from fp4kit.evidence import check as golden_check
-from fp4kit.evidence.check import check_recipe
+from fp4kit.evidence.check import Operations, check_recipe
+from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
@@ -38,6 +40,13 @@ def typed(array):
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe(name, golden):
     result = check_recipe(name, golden)
+    assert result.differences == ()
+    assert (result.compared == 0) == (name in UNRECORDED)
+
+
+@pytest.mark.parametrize("name", half(RECIPES))
+def test_recipe_on_the_compiled_engine(name, golden):
+    result = check_recipe(name, golden, Operations.of(Engine(np)))
     assert result.differences == ()
     assert (result.compared == 0) == (name in UNRECORDED)
 
@@ -173,7 +182,7 @@ def transformers_quantized(golden, prefix):
     return Quantized(blocks.reshape(E, rows, -1), scales, None, None, (E, rows, 32 * count), np.float32, -1, r)
 
 
-def test_transformers_decodes_gpt_oss(golden):
+def test_transformers_decodes_gpt_oss(golden, either_engine):
     """All codes under all scales, and every input: float32, bfloat16 and float16, transposed there."""
     prefixes = groups(golden, "transformers_mxfp4", "/blocks")
     assert len(prefixes) == 25 and "all_codes_all_scales/convert" in prefixes
@@ -193,7 +202,7 @@ def test_transformers_decodes_gpt_oss(golden):
 
 
 @pytest.mark.parametrize("mode, recipe", [("floor", "mxfp4-ocp"), ("rceil", "mxfp4-torchao-rceil")])
-def test_transformers_blocks_are_those_of_torchao(mode, recipe, golden):
+def test_transformers_blocks_are_those_of_torchao(mode, recipe, golden, either_engine):
     for prefix in groups(golden, "transformers_mxfp4", f"/mxfp4_{mode}/blocks"):
         q = transformers_quantized(golden, f"{prefix}/mxfp4_{mode}")
         ours = fp4kit.quantize(golden.input(prefix).reshape(q.shape), recipe)
@@ -244,7 +253,7 @@ def fp8_of_a_cpu(x, amax):
 @pytest.mark.parametrize("kind", GROUPED)
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("clip", ["", "_clip"])
-def test_experts_of_modelopt(kind, dtype, clip, golden):
+def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
     """Four experts with an amax each, which `_clip` puts below the largest value."""
     for i in range(4):
         x, grad, amax, output, grad_clip = (
@@ -262,7 +271,7 @@ def test_experts_of_modelopt(kind, dtype, clip, golden):
 
 @pytest.mark.parametrize("name, recipe", [("mxfp4_rceil", "mxfp4-torchao-rceil"), ("mxfp8_e4m3_rceil", "mxfp8-torchao-rceil")])
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
-def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden):
+def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_engine):
     """y = fake(x) @ fake(w)^T + b and its straight-through gradients grad @ fake(w) and grad^T @ fake(x).
 
     The order of the producer's sums is unknown, so products are compared with a bound. A float32 sum of n products, in any

@@ -8,12 +8,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+from cpu_cases import NEEDS_ENGINE
 from inputs import BF16, ordinary
 
+import fp4kit
 from fp4kit.cli import main
 from fp4kit.cli import selftest as cli_selftest
 from fp4kit.cli.output import Output
-from fp4kit.evidence import selftest
+from fp4kit.evidence import fuzz, selftest
 from fp4kit.evidence import sweep as selftest_sweep
 from fp4kit.evidence.selftest import Engine, Finished, Outcome, Task, compare
 from fp4kit.evidence.sweep import ALL, SIGN, SWEEPS, differences, runs
@@ -226,6 +228,23 @@ def test_without_cupy_the_error_says_what_to_install(capsys):
     assert (
         err.startswith('fp4kit selftest: fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]"') and err.count("\n") == 1
     )
+
+
+@NEEDS_ENGINE
+def test_the_processor_instead_of_a_gpu(monkeypatch, capsys):
+    def plan(engine, golden, quick):
+        return [Task("part", "task", partial(selftest.large, engine, "nvfp4-te", BF16, (64, 512)))]
+
+    monkeypatch.setattr(selftest, "plan", plan)
+    assert main(["selftest", "--host"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"This processor, {fp4kit.engine()}, fp4kit {fp4kit.__version__}\n") and " 0 differ, 0 errors" in out
+
+
+def test_without_the_compiled_engine_there_is_nothing_to_test(monkeypatch, capsys):
+    monkeypatch.setattr(fuzz, "host_engine", lambda: (None, "it is not compiled here"))
+    assert main(["selftest", "--host"]) == 2
+    assert "--host: the compiled engine is not there: it is not compiled here" in capsys.readouterr().err
 
 
 def test_a_folder_without_recorded_outputs_is_an_error(tmp_path, capsys):

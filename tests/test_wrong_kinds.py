@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.cpu import native
 from fp4kit.distributed import SingleProcess
 
 X = np.ones((32, 64), np.float32)
@@ -34,6 +35,7 @@ RIGHT = {
     "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
     "recipe": {"id": "nvfp4"},
     "requantize": {"q": Q, "recipe": "mxfp4"},
+    "set_num_threads": {"count": 2},
     "swizzle": {"q_or_scales": Q, "layout": "swizzled_8x4"},
     "transpose": {"q": Q},
     "unpack": {"packed": Q.packed},
@@ -41,12 +43,14 @@ RIGHT = {
 }  # fmt: skip
 FILES = {"save": {"path": "w.safetensors", "arrays": {"w": Q}}, "load": {"path": "w.safetensors"}}
 WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object()]
-NOT_CALLED = {"recipes", "MasterWeightsPlan"}  # without arguments; what cast_master_weights makes
+NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # without arguments
+NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(native, "_default", [1])  # what set_num_threads sets
     fp4kit.save("w.safetensors", {"w": Q})
 
 

@@ -54,6 +54,7 @@ def _entries(r: Recipe) -> int:
 
 
 @lru_cache(16)
+@np.errstate(all="ignore")
 def _table(r: Recipe, dtype: np.dtype, tensor: tuple[bytes, ...]) -> np.ndarray:
     """Values (scale codes, element codes), (1, element codes) without block scales, under a tensor scale given by its bytes."""
     part = TensorScale(*(np.frombuffer(p, np.float32) for p in tensor)).columns(r)
@@ -77,6 +78,7 @@ def _as_table(values: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 @lru_cache(64)
+@np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> TensorScale:
     """The tensor scale of a Quantized, whose scale and amax are given by their bytes."""
     known = None if amax is None else np.frombuffer(amax, np.float32)

@@ -141,7 +141,13 @@ def _checked(op: str, count: Any) -> int:
 
 
 def num_threads() -> int:
-    """The threads that a call of the host's engine takes at most, here and now."""
+    """The threads that a call of the host's engine takes at most, here and now.
+
+    >>> import fp4kit
+    >>> with fp4kit.threads(3):
+    ...     fp4kit.num_threads()
+    3
+    """
     within = _threads.get()
     if within is not None:
         return within

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import RECIPES
 
@@ -26,6 +27,7 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
     return [np.where(np.abs(a) < smallest, smallest, a).astype(dtype) for a in (*arrays, steps)]
 
 
+@specification()
 def agreeing(dtype: Any) -> list[tuple[str, ...]]:
     """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the table."""
     data = ordinary_data(dtype)

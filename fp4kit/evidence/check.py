@@ -1,5 +1,7 @@
 """Compare recipes with the recorded arrays of rows. `fp4kit recipes --check` prints it; the tests assert it.
 
+What is compared is the specification; with other Operations another engine (`fp4kit selftest`).
+
 Every array is compared in every bit, but for what a row names in `skip` and `inputs` and for the sign bit of a NaN, which no
 producer keeps stable (fp4kit/evidence/recorded/README.md lists and explains these exceptions).
 """
@@ -8,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit.evidence.engines import SPECIFICATION, Engine
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS, Row
 from fp4kit.formats import E8M0, bit_patterns
@@ -49,15 +53,20 @@ class Result(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """What is compared: the public functions of these names, on NumPy arrays and with NumPy results."""
+    """What is compared: the public functions of these names, with NumPy arrays in and out."""
 
     quantize: Callable[..., Any]
     fake_quantize: Callable[..., np.ndarray]
     fake_quantize_backward: Callable[..., np.ndarray]
     amax: Callable[..., np.ndarray]
 
+    @classmethod
+    def of(cls, engine: Engine) -> Operations:
+        """Those of an engine."""
+        return cls(*(partial(engine.call, function) for function in (quantize, fake_quantize, fake_quantize_backward, op_amax)))
 
-ON_CPU = Operations(quantize, fake_quantize, fake_quantize_backward, op_amax)
+
+SPECIFIED = Operations.of(SPECIFICATION)
 
 
 # ---- exceptions: what of an array is not compared, as a mask over elements ------------------------------------------------
@@ -121,7 +130,7 @@ class Case:
     name: str
     recipe: Recipe
     x: np.ndarray
-    ops: Operations = ON_CPU
+    ops: Operations = SPECIFIED
     q: Any = None
 
     def key(self, part: str) -> str:
@@ -158,7 +167,7 @@ SKIPS: dict[str, Callable[[Case], Mask]] = {
 }
 
 
-def cases(row: Row, golden: GoldenSet, ops: Operations = ON_CPU) -> Iterator[Case]:
+def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[Case]:
     """The inputs that the set holds for a row."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
@@ -167,14 +176,14 @@ def cases(row: Row, golden: GoldenSet, ops: Operations = ON_CPU) -> Iterator[Cas
             yield Case(row, golden, name, r, golden.input(name), ops)
 
 
-def check_recipe(name: str, golden: GoldenSet) -> Result:
-    """Compare every recorded array of a recipe's rows."""
-    results = [check_row(row, golden) for row in ROWS if row.recipe == name]
+def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
+    """Compare every recorded array of a recipe's rows with what ops give."""
+    results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     differences = tuple(difference for result in results for difference in result.differences)
     return Result(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
 
 
-def check_row(row: Row, golden: GoldenSet, ops: Operations = ON_CPU) -> Result:
+def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
     """Compare every recorded array of a row with what ops give."""
     compared, values, differences = 0, 0, []
     for case in cases(row, golden, ops):

@@ -26,9 +26,8 @@ from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.sweep import SWEEPS, Sweep, differences
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import FLOATS, unsigned
-from fp4kit.ops.amax import amax
 from fp4kit.ops.dequantize import dequantize
-from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
+from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
@@ -98,9 +97,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
     """Every recorded array of a recipe."""
-    functions = (quantize, fake_quantize, fake_quantize_backward, amax)
-    ops = Operations(*(partial(engine.call, function) for function in functions))
-    total = Outcome()
+    ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
             total += attempt(partial(_recorded_row, golden, row, ops), f"{id}: {row.variant}")

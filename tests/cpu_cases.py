@@ -1,0 +1,127 @@
+"""What the tests of the compiled engine share: its results beside the specification's, small units, and views of an array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fp4kit.call import repeat
+from fp4kit.call.parse import Declined
+from fp4kit.cpu import dequantize, engine, matrix, native
+from fp4kit.evidence.engines import SPECIFICATION
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+# Where it is missing its tests are left out; in CI they fail.
+NEEDS_ENGINE = pytest.mark.skipif(
+    native.library().functions is None and os.environ.get("CI") != "true", reason="the engine is not compiled here"
+)
+
+
+def covered(r: Recipe) -> bool:
+    """Whether the engine quantizes under a recipe, and does not leave it to the specification."""
+    try:
+        matrix.kernels_of(r)
+    except Declined:
+        return False
+    return True
+
+
+COVERED = [id for id, r in RECIPES.items() if covered(r) and not r.fake_only]
+
+
+def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
+    """Two results, or lists of them, in every bit and fact; NaN patterns included."""
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for i, pair in enumerate(zip(found, expected, strict=True)):
+            assert_equal(*pair, f"{what}[{i}]")
+    elif isinstance(expected, Quantized):
+        assert_same_bits(found, expected)
+        for name in ("shape", "dtype", "axis", "recipe", "scale_layout"):
+            assert getattr(found, name) == getattr(expected, name), f"{what}: {name}"
+    else:
+        assert_same_bits(found, expected, what)
+
+
+def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Assert that the engine gives what the specification gives, and give it; twice: a second call may be a repeated one."""
+    expected = SPECIFICATION.apply(function, *arguments, **options)
+    for turn in ("first", "second"):
+        found = function(*arguments, **options)
+        assert_equal(found, expected, f"{turn} {getattr(function, '__name__', function)} {options}")
+    return found
+
+
+def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays have many units, calls of the library, pieces and threads."""
+    for module in (matrix, dequantize):
+        monkeypatch.setattr(module, "UNIT", 64)
+        monkeypatch.setattr(module, "WIDTH", 128)  # the longest block
+    monkeypatch.setattr(matrix, "TILE_COLUMNS", 32)
+    monkeypatch.setattr(matrix, "TILE_ROWS", 4)
+    for module in (matrix, dequantize, native):
+        monkeypatch.setattr(module, "ELEMENTS_PER_CALL", 300)
+    monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
+    monkeypatch.setattr(engine, "PIECE", 200)
+    monkeypatch.setattr(native, "_default", [3])
+    monkeypatch.setattr(repeat, "_CALLS", {})  # calls that are kept have larger units
+    matrix.kernels_of.cache_clear()  # which kernels a block has depends on the width
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of the parts that the engine leaves to the specification."""
+    shapes: list[tuple[int, ...]] = []
+    with monkeypatch.context() as patch:
+        for name in ("quantize_matrix", "encode_matrix"):
+            right = getattr(matrix.specification, name)
+
+            def counts(x: np.ndarray, *arguments: Any, right: Callable[..., None] = right) -> None:
+                shapes.append(x.shape)
+                right(x, *arguments)
+
+            patch.setattr(matrix.specification, name, counts)
+        yield shapes
+
+
+def unaligned(x: np.ndarray) -> np.ndarray:
+    """The same values one byte beside where elements lie."""
+    memory = np.empty(x.nbytes + 1, np.uint8)
+    found = memory[1:].view(x.dtype) if x.itemsize == 1 else np.ndarray(x.shape, x.dtype, memory, 1)
+    found[...] = x
+    return found
+
+
+def gaps(x: np.ndarray) -> np.ndarray:
+    """The same values with others between them."""
+    big = np.full((2 * x.shape[0], 3 * x.shape[1]), 7, x.dtype)
+    big[::2, 1::3] = x
+    return big[::2, 1::3]
+
+
+# Arrays of the elements of a matrix (128, 256), as they may lie in memory.
+VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "whole": lambda x: x,
+    "rows backwards": lambda x: x[::-1],
+    "columns backwards": lambda x: x[:, ::-1],
+    "transposed": lambda x: x.T,
+    "gaps": gaps,
+    "every other row": lambda x: x[1::2],
+    "a part": lambda x: x[3:100, 128:],
+    "one row for all": lambda x: np.broadcast_to(x[5], (6, *x[5].shape)),
+    "one column for all": lambda x: np.broadcast_to(x[:, 3:4], (x.shape[0], 128)),
+    "one row": lambda x: x[7],
+    "one column": lambda x: x[:, 9],
+    "a stack": lambda x: x.reshape(2, 64, 256)[:, ::-1],
+    "a stack of blocks": lambda x: x.reshape(2, 64, 2, 128).transpose(2, 0, 1, 3),
+    "unaligned": unaligned,
+    "no rows": lambda x: x[:0],
+    "nothing": lambda x: x[:, :0],
+}

@@ -1,0 +1,39 @@
+"""What kernels are compared with: the specification, never the compiled engine of the host, which has its rules from the kernels.
+
+Tests of the files that `holds_kernels` names, and those with a fixture of FIXTURES, run on the specification, whatever they call
+on NumPy arrays, in every thread (conftest.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from unittest.mock import patch
+
+import pytest
+
+from fp4kit.call import repeat
+from fp4kit.ops import engines
+
+KERNELS = re.compile(r"test_(gpu\w*|\w+_on_host|host\w*)")
+FIXTURES = {"host", "played_gpu", "away"}  # devices, or what stands for one
+
+
+def holds_kernels(module: str) -> bool:
+    """Whether a file of tests, by its name without .py, compares kernels with what NumPy gives."""
+    return KERNELS.fullmatch(module) is not None
+
+
+def needs_specification(item: pytest.Item) -> bool:
+    """Whether a test runs on the specification alone."""
+    return holds_kernels(item.path.stem) or bool(FIXTURES.intersection(getattr(item, "fixturenames", ())))
+
+
+@contextmanager
+def specification_everywhere() -> Iterator[None]:
+    """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has set."""
+    always = ContextVar("by_specification", default=True)
+    with patch.object(engines, "by_specification", always), patch.object(repeat, "by_specification", always):
+        yield

@@ -1,0 +1,174 @@
+"""Processes, interrupts and memory: forks have threads of their own, Ctrl-C is heard between two calls, temporaries are small."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from functools import partial
+
+import numpy as np
+import pytest
+from cpu_cases import NEEDS_ENGINE, assert_equal
+from exhaustive import exhaustive
+from inputs import ordinary
+
+import fp4kit
+from fp4kit.call import repeat
+from fp4kit.cpu import dequantize, engine, matrix, native
+
+pytestmark = NEEDS_ENGINE
+
+
+def large(seed=0):
+    """Enough elements for several threads."""
+    return ordinary(seed, (256, 4096))
+
+
+# ---- processes --------------------------------------------------------------------------------------------------------------
+
+
+def in_child(seed):
+    """What a child process computes: on several threads, of its own pool."""
+    with fp4kit.threads(3):
+        q = fp4kit.quantize(large(seed=seed), "nvfp4-te")
+        return q.packed.tobytes() + q.block_scale.tobytes()
+
+
+FORK = """
+import os, sys, warnings
+import numpy as np, fp4kit
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork where there are threads
+x = np.random.default_rng(0).standard_normal((512, 4096), np.float32)
+fp4kit.set_num_threads(3)
+expected = fp4kit.quantize(x, "nvfp4-te").packed.tobytes()
+for _ in range(3):
+    child = os.fork()
+    if not child:
+        right = fp4kit.quantize(x, "nvfp4-te").packed.tobytes() == expected
+        grandchild = os.fork()
+        if not grandchild:
+            os._exit(0 if fp4kit.quantize(x, "nvfp4-te").packed.tobytes() == expected else 1)
+        os._exit(0 if right and os.waitpid(grandchild, 0)[1] == 0 else 1)
+    print(os.waitpid(child, 0)[1])
+    assert fp4kit.quantize(x, "nvfp4-te").packed.tobytes() == expected
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_threads_of_its_own():
+    """The pool was used before; child, grandchild and parent go on."""
+    found = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["0"] * 3, found.stderr
+
+
+@pytest.mark.parametrize("method", ["spawn", *exhaustive(["forkserver"])])
+def test_processes_of_multiprocessing(method):
+    expected = in_child(4)
+    context = multiprocessing.get_context(method)
+    with context.Pool(1) as pool:
+        assert pool.apply_async(in_child, (4,)).get(120) == expected
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize"])
+def test_an_interrupt_ends_a_long_call(function, monkeypatch):
+    """Between two calls of the library; the next call of fp4kit is as before."""
+    x = large()
+    q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=4.0)
+    call = {
+        "quantize": partial(fp4kit.quantize, x, "nvfp4-te", tensor_amax=4.0),
+        "dequantize": partial(fp4kit.dequantize, q),
+        "amax": partial(fp4kit.amax, x),
+        "fake_quantize": partial(fp4kit.fake_quantize, x, "nvfp4-te"),
+    }[function]
+    expected = call()
+    with monkeypatch.context() as patch:
+        for module in (matrix, dequantize, native):
+            patch.setattr(module, "ELEMENTS_PER_CALL", 1 << 10)
+        patch.setattr(engine, "PIECE", 1 << 12)
+        patch.setattr(repeat, "_CALLS", {})
+        calls = interrupted_at(patch, 20)
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert len(calls) <= 22  # of a thousand
+    assert_equal(call(), expected)
+
+
+def interrupted_at(patch, number):
+    """SIGINT comes while the library is in its `number`-th call; the list of its calls so far."""
+    functions, level = native.library()
+    calls = []
+
+    class Interrupting:
+        def __getattr__(self, name):
+            right = getattr(functions, name)
+
+            def call(*arguments):
+                calls.append(name)
+                if len(calls) == number:
+                    os.kill(os.getpid(), signal.SIGINT)
+                return right(*arguments)
+
+            return call
+
+    library = native.Library(Interrupting(), level)
+    for module in (matrix, dequantize, engine):
+        patch.setattr(module, "library", lambda: library)
+    return calls
+
+
+def test_an_interrupt_from_outside():
+    """A process that computes without end, and hears of Ctrl-C."""
+    code = (
+        "import numpy as np, fp4kit\nx = np.ones((4096, 4096), np.float32)\nprint('ready', flush=True)\n"
+        "while True: fp4kit.quantize(x, 'nvfp4-te')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------
+
+SIZE = 256 << 20  # bytes of the input
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", *exhaustive(["nvfp4-te-2d", "mxfp4-flashinfer", "int8-modelopt-channel"])])
+@pytest.mark.parametrize("kind", ["whole", *exhaustive(["transposed"])])
+def test_temporaries_are_small(name, kind):
+    """64 MiB at most, beside a result, whatever the size of x."""
+    x = np.broadcast_to(ordinary(0, (1, 4096)), (SIZE // 4 // 4096, 4096)).copy()
+    x = x.T if kind == "transposed" else x
+    q = fp4kit.quantize(x, name)
+    for call in (
+        partial(fp4kit.quantize, x, name),
+        partial(fp4kit.dequantize, q),
+        partial(fp4kit.fake_quantize, x, name),
+        partial(fp4kit.amax, x),
+    ):
+        assert temporaries(call) <= 64 << 20, call.func.__name__
+
+
+def temporaries(call):
+    """Bytes that a call has beside its result, at most."""
+    tracemalloc.start()
+    try:
+        result = call()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return peak - result.nbytes
+
+
+def test_memory_is_counted():
+    assert temporaries(lambda: np.concatenate([np.zeros(1 << 20, np.uint8)])) >= 1 << 20

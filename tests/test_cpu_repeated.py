@@ -1,0 +1,174 @@
+"""Repeated calls on NumPy arrays, one call of the library each: right for other values, outputs, modes, and after errors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cpu_cases import COVERED, NEEDS_ENGINE, assert_equal
+from exhaustive import half
+from inputs import BF16, NAMES, ordinary
+from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
+
+import fp4kit
+from fp4kit.call import repeat
+from fp4kit.evidence.engines import SPECIFICATION
+from fp4kit.formats import FLOATS
+from fp4kit.recipes import RECIPES
+
+pytestmark = NEEDS_ENGINE
+SHAPE = (32, 128)
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """No call was made before a test."""
+    monkeypatch.setattr(repeat, "_CALLS", {})
+
+
+def arrays(dtype):
+    """Of one shape: ordinary, zero, tiny, large, with NaN, with infinities; and ordinary again."""
+    x = ordinary(1, SHAPE, dtype)
+    yield x
+    yield np.zeros(SHAPE, dtype)
+    yield tiny(dtype)
+    yield ordinary(2, SHAPE, dtype)
+    for value in (np.nan, np.inf, -np.inf, -0.0, 6e4):
+        special = x.copy()
+        special[9, 70] = value
+        yield special
+    yield np.full(SHAPE, np.nan, dtype)
+    yield -x
+
+
+def kept(op):
+    """Calls of an operation that are repeated."""
+    return [key for key in repeat._CALLS if key[0] == op]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", half(NAMES))
+def test_other_values(name, dtype):
+    out = fp4kit.quantize(np.zeros(SHAPE, dtype), name)
+    values = np.empty(SHAPE, np.float32)
+    for x in arrays(dtype):
+        q = SPECIFICATION.apply(fp4kit.quantize, x, name)
+        assert_equal(fp4kit.quantize(x, name), q, "new")
+        assert fp4kit.quantize(x, name, out=out) is out
+        assert_equal(out, q, "out")
+        for target in FLOATS:
+            assert_equal(fp4kit.dequantize(q, target), SPECIFICATION.apply(fp4kit.dequantize, q, target), f"{target}")
+        assert fp4kit.dequantize(q, np.float32, out=values) is values
+        assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
+    covered = name in COVERED and RECIPES[name].tensor_scaling in ("none", "tensor")
+    assert len(kept("quantize")) == 2 * covered
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "int8-modelopt"])
+def test_results_are_arrays_of_their_own(name):
+    x = ordinary(3, SHAPE)
+    first, second, third = (fp4kit.quantize(x, name) for _ in range(3))
+    for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+        a, b, c = (getattr(q, part) for q in (first, second, third))
+        if a is not None:
+            assert not np.shares_memory(b, c) and b.flags == a.flags and b.strides == a.strides
+            assert b.flags.writeable and b.flags.owndata
+    replace(second)  # it is checked as any Quantized
+    assert_equal(second, first)
+
+
+def test_the_specification_is_asked_when_it_is_wanted(monkeypatch):
+    x = ordinary(3, SHAPE)
+    for _ in range(2):
+        q = fp4kit.quantize(x, "nvfp4-te")
+        fp4kit.dequantize(q)
+    seen = []
+    for key, call in repeat._CALLS.items():
+        monkeypatch.setitem(repeat._CALLS, key, lambda *a, call=call: (seen.append(1), call(*a))[1])
+    with fp4kit.specification():
+        fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te"))
+        assert seen == []
+    fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te"))
+    assert len(seen) == 2
+
+
+@NEEDS_ENVIRONMENT
+@pytest.mark.parametrize("changed", BITS)
+def test_a_call_that_was_right_in_another_mode(changed):
+    x = tiny(np.dtype(np.float32))
+    for name in ("mxfp4-ocp", "nvfp4-te", "mxfp8-te"):
+        for _ in range(2):
+            q = fp4kit.quantize(x, name)
+            values = fp4kit.dequantize(q)
+        with mode(changed):
+            found = fp4kit.quantize(x, name), fp4kit.dequantize(q)
+        assert_equal(found, (q, values), f"{name} {changed}")
+        repeat._CALLS.clear()
+        with mode(changed):
+            found = [(fp4kit.quantize(x, name), fp4kit.dequantize(q)) for _ in range(2)]
+        assert_equal(found[1], (q, values), f"{name} {changed}, first there")
+
+
+def test_scales_of_the_tensor_are_not_kept():
+    """Values follow what a Quantized holds at the time of the call."""
+    q = fp4kit.quantize(ordinary(3, SHAPE), "nvfp4-te")
+    for scale in (1.0, 0.5, 0.0, 1e-45, 3e38, np.inf, np.nan):
+        for amax in (None, q.tensor_amax, np.float32(7).reshape(())):
+            one = replace(q, tensor_scale=np.array(scale, np.float32), tensor_amax=amax)
+            for _ in range(2):
+                assert_equal(fp4kit.dequantize(one), SPECIFICATION.apply(fp4kit.dequantize, one), f"{scale} {amax}")
+
+
+WRONG = {
+    "a read-only out": (lambda x, q: {"out": frozen(q)}, ValueError, "read-only"),
+    "an out of another shape": (lambda x, q: {"out": fp4kit.quantize(x[:16], "nvfp4-te")}, ValueError, "out has shape"),
+    "another axis": (lambda x, q: {"axis": 2}, ValueError, "axis"),
+    "an amax below zero": (lambda x, q: {"tensor_amax": -1.0}, ValueError, "tensor_amax"),
+    "a layout of no name": (lambda x, q: {"scale_layout": "diagonal"}, ValueError, "layout"),
+    "a seed without use": (lambda x, q: {"seed": 3}, ValueError, "seed"),
+}
+
+
+def frozen(q):
+    packed = q.packed.copy()
+    packed.setflags(write=False)
+    return replace(q, packed=packed)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_after_a_right_one(name):
+    of, kind, text = WRONG[name]
+    x = ordinary(3, SHAPE)
+    q = fp4kit.quantize(x, "nvfp4-te")
+    for _ in range(3):
+        fp4kit.quantize(x, "nvfp4-te", out=q)
+        fp4kit.quantize(x, "nvfp4-te")
+    for _ in range(2):
+        with pytest.raises(kind, match=f"^quantize: .*{text}"):
+            fp4kit.quantize(x, "nvfp4-te", **of(x, q))
+
+
+def test_other_kinds_of_arrays_after_a_right_call():
+    """Of the same shape, but otherwise: other dtypes and byte orders, other strides, parts, subclasses, not aligned."""
+    x = ordinary(3, SHAPE)
+    expected = fp4kit.quantize(x, "mxfp4-ocp")
+    fp4kit.quantize(x, "mxfp4-ocp")
+    memory = np.zeros(x.nbytes + 1, np.uint8)
+    unaligned = np.ndarray(SHAPE, np.float32, memory, 1)
+    unaligned[...] = x
+    wide = np.zeros((32, 256), np.float32)
+    wide[:, ::2] = x
+    for same in (np.asfortranarray(x), unaligned, wide[:, ::2], x[::-1][::-1], x.astype(BF16).astype(np.float32)):
+        found = fp4kit.quantize(same, "mxfp4-ocp")
+        assert_equal(found, SPECIFICATION.apply(fp4kit.quantize, same, "mxfp4-ocp"))
+    assert_equal(fp4kit.quantize(unaligned, "mxfp4-ocp"), expected)
+    with pytest.raises(TypeError, match=r"^quantize: "):
+        fp4kit.quantize(x.astype(np.float64), "mxfp4-ocp")
+
+
+def test_more_calls_than_are_kept():
+    for columns in range(32, 32 * (repeat.MOST + 40), 32):
+        x = np.ones((1, columns), np.float32)
+        assert (fp4kit.quantize(x, "mxfp4-ocp").packed == 0x66).all()  # 4 under 2^-2
+    assert 0 < len(repeat._CALLS) <= repeat.MOST

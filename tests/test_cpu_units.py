@@ -1,0 +1,139 @@
+"""Where the compiled engine cuts: units, calls of the library, pieces, strips and threads; and units that it leaves undone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cpu_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_units
+from everything import everything
+from exhaustive import by_default, exhaustive, half
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.cpu import matrix
+from fp4kit.cpu.matrix import Shape
+from fp4kit.evidence import fuzz
+from fp4kit.evidence.fuzz_cases import Pool
+from fp4kit.formats import FLOATS
+from fp4kit.recipes import RECIPES
+
+pytestmark = NEEDS_ENGINE
+FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te-2d", "int8-modelopt-channel", "nvfp4-te-rowscaled")
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    shrink_units(monkeypatch)
+    yield
+    matrix.kernels_of.cache_clear()
+
+
+# ---- shapes of units ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("block, block_rows", [(16, 1), (16, 16), (32, 1), (32, 32), (32, 2), (96, 1), (1024, 1), (2048, 3)])
+@pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
+def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
+    """And are whole blocks, but for the last rows; no wider than the library's room for a row of codes."""
+    monkeypatch.setattr(matrix, "ELEMENTS_PER_CALL", 1 << 14)
+    M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
+    shape = Shape.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
+    seen = np.zeros((M, K), np.uint8)
+    assert shape.width <= 2048
+    for part in shape.parts():
+        units = list(shape.units(*part))
+        assert len(units) == shape.number(*part)
+        for rows, columns in units:
+            seen[rows, columns] += 1
+            assert rows.start % block_rows == 0 and columns.start % block == 0
+            assert columns.stop % block == 0 and (rows.stop % block_rows == 0 or rows.stop == M)
+    assert (seen == 1).all()
+
+
+# ---- small units ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", by_default(FEW, COVERED))
+@pytest.mark.parametrize("dtype", [*FLOATS[:1], *exhaustive(FLOATS[1:])], ids=str)
+def test_views_in_small_units(name, dtype, small_units):
+    whole = ordinary(6, (128, 256), dtype)
+    for of in VIEWS.values():
+        x = of(whole)
+        for axis in range(-1, x.ndim - 1):
+            if x.shape[axis] % RECIPES[name].length_multiple == 0:
+                q = agree(fp4kit.quantize, x, name, axis=axis)
+                agree(fp4kit.dequantize, q)
+                agree(fp4kit.fake_quantize, x, name, axis=axis)
+
+
+@pytest.mark.parametrize("name", by_default(FEW, RECIPES))
+def test_every_operation_in_small_units(name, small_units):
+    x = ordinary(4, (32, 128), BF16)
+    nonfinite = x.copy()
+    nonfinite[3, 5], nonfinite[17, 64], nonfinite[31] = np.inf, np.nan, -np.inf
+    for a in (x, nonfinite):
+        with fp4kit.specification():
+            expected = list(everything(name, a))
+        assert_equal(list(everything(name, a)), expected, name)
+
+
+@pytest.mark.parametrize("cases", [150, *exhaustive([3000])])
+def test_drawn_calls_in_small_units(cases, small_units):
+    check_drawn(cases, Pool(largest=1 << 12))
+
+
+@pytest.mark.parametrize("cases", [150, *exhaustive([3000])])
+def test_drawn_calls(cases):
+    check_drawn(cases, Pool(largest=1 << 14))
+
+
+def check_drawn(cases: int, pool: Pool) -> None:
+    engine, name = fuzz.host_engine()
+    assert engine is not None, name
+    found = fuzz.run(engine, 3600, cases, cases=cases, pool=pool)
+    assert not found.failures, "\n\n".join(f"case {f.case}: {f.drawn}\n{f.kind}: {f.text}\n{f.script}" for f in found.failures)
+    assert found.total("failed") == 0 and found.total("cases") == cases
+
+
+# ---- units that are left undone ---------------------------------------------------------------------------------------------
+
+SPECIAL = {
+    "nan": np.nan, "inf": np.inf, "minus inf": -np.inf, "subnormal": 1e-40, "zero": 0.0, "minus zero": -0.0, "largest": 3.3e38,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", half(COVERED))
+def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
+    """Its unit falls to the specification where it must, and its neighbours do not; every byte is right."""
+    r = RECIPES[name]
+    for special, value in SPECIAL.items():
+        x = ordinary(2, (64, 256))
+        x[37, 131] = value
+        with counted(monkeypatch) as shapes:
+            given = {} if r.tensor_scaling != "tensor" else {"tensor_amax": 4.0}
+            fp4kit.quantize(x, name, **given)
+        if np.isnan(value) or np.isinf(value):
+            assert shapes and sum(rows * columns for rows, columns in shapes) <= x.size // 4, special
+        agree(fp4kit.quantize, x, name, **given)
+        q = agree(fp4kit.quantize, x, name)
+        agree(fp4kit.dequantize, q)
+        agree(fp4kit.fake_quantize, x, name)
+
+
+@pytest.mark.parametrize("name", half(COVERED))
+@pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
+def test_factors_of_no_use_in_some_units(name, dtype, small_units):
+    """Blocks of zeros, of subnormals, of the largest values, alone and beside ordinary ones; under many tensor amaxes."""
+    r = RECIPES[name]
+    top = float(np.finfo(np.float32).max) if dtype == np.float32 else 3.38e38
+    rng = np.random.default_rng(0)
+    sizes = np.resize(np.array([1, 0, 1e-45, 1e-40, 1e-38, 2.0**-126, 1e-20, 1e20, 2.0**126, 1], np.float64), (64, 1))
+    x = np.clip(rng.standard_normal((64, 128)) * sizes, -top, top).astype(dtype)
+    x[:, 64:] = np.copysign(x[:, 64:], np.where(rng.random((64, 64)) < 0.5, 1, -1).astype(dtype))
+    amaxes = (0.0, 1e-45, 1e-38, 4.0, 3e38, np.inf) if r.tensor_scaling == "tensor" else ()
+    for given in ({}, *({"tensor_amax": amax} for amax in amaxes)):
+        q = agree(fp4kit.quantize, x, name, **given)
+        agree(fp4kit.dequantize, q)
+        if q.tensor_scale is None or np.isfinite(q.tensor_scale).all():
+            agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
