@@ -12,7 +12,7 @@ from host.compiler import require_compiler
 from host.harness import Host
 from host.libraries import Libraries
 from hypothesis import settings
-from oracle import needs_specification, specification_everywhere
+from specified import needs_specification, specification_everywhere
 
 from fp4kit.evidence.golden import GoldenSet
 
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Kernels are compared with the specification (oracle.py); so is what the fixtures of a whole file compute for them."""
+    """Kernels are compared with the specification (specified.py); so is what the fixtures of a whole file compute for them."""
     with specification_everywhere() if needs_specification(item) else nullcontext():
         return (yield)
 

@@ -7,14 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from oracle import holds_kernels, specification_everywhere
+from specified import holds_kernels, specification_everywhere
 
 import fp4kit
 
 TESTS = Path(__file__).parent
 # What a file of tests that compares kernels takes: a device, or what stands for one.
 TAKES = re.compile(r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b")
-OTHERS = {"test_oracle"}
+OTHERS = {"test_specified"}
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: path.stem)
@@ -46,3 +46,9 @@ def test_it_holds_in_new_threads():
 
 def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
     assert engines_seen() == ["reference", "reference"]
+
+
+def test_helpers_of_tests_have_names_of_their_own():
+    """Folders of tests are searched for imports in turn: of two files of one name, one hides the other."""
+    names = [path.stem for path in TESTS.rglob("*.py") if path.parent.name != "host" and path.stem not in ("conftest", "__init__")]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
