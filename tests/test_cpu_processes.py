@@ -77,8 +77,16 @@ def test_processes_of_multiprocessing(method):
 # ---- Ctrl-C ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background and a shell had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize"])
-def test_an_interrupt_ends_a_long_call(function, monkeypatch):
+def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     """Between two calls of the library; the next call of fp4kit is as before."""
     x = large()
     q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=4.0)
@@ -124,13 +132,20 @@ def interrupted_at(patch, number):
     return calls
 
 
+ENDLESS = """
+import signal
+import numpy as np, fp4kit
+signal.signal(signal.SIGINT, signal.default_int_handler)
+x = np.ones((4096, 4096), np.float32)
+print("ready", flush=True)
+while True:
+    fp4kit.quantize(x, "nvfp4-te")
+"""
+
+
 def test_an_interrupt_from_outside():
     """A process that computes without end, and hears of Ctrl-C."""
-    code = (
-        "import numpy as np, fp4kit\nx = np.ones((4096, 4096), np.float32)\nprint('ready', flush=True)\n"
-        "while True: fp4kit.quantize(x, 'nvfp4-te')"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
