@@ -1,101 +1,292 @@
-"""Throughput of the NumPy path: quantize, dequantize and fake_quantize of bfloat16, in MB/s of bfloat16 data.
+"""The engine of the host beside the specification, other libraries, ggml and streaming loops; writes results/cpu.json, .md, .svg.
 
-    python benchmarks/bench_cpu.py [--size N] [--repeat R] [--json FILE] [RECIPE ...]
+    python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE ...]
 
-Prints the median and the spread (fastest to slowest) of R runs on an N x N matrix of normal values, and the traced peak of
-memory beyond input and result. Nothing here is asserted: machines differ. The floor that the project keeps is 50 MB/s.
+Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
+calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries. Times are
+medians, with the smallest beside them. --peers: a Python that has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
+Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
+import subprocess
+import sys
+import tempfile
 import time
-import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes
+import cpu_cases
+import cpu_ggml
+import cpu_loops
+import cpu_report
 import numpy as np
+from cpu_cases import Case, check, normal
+from cpu_rows import SEVEN, CpuRow, Watch, alternate, watch
+from cpu_sweep import SHAPES, sweep
+from measure import BF16, F16, F32, output_of
 
 import fp4kit
 
-DEFAULT = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
+HERE = Path(__file__).resolve().parent
+SIZES = (1 << 20, 1 << 25, 1 << 30, 1 << 33)  # bytes of bfloat16 input
+COLUMNS = 4096
+SMALL = (64, 4096)
+SPARE = 1 << 30  # bytes of memory that a large array leaves
 
 
-def measure(call: Callable[[], object], repeat: int) -> list[float]:
-    """Seconds of each of `repeat` calls, fastest first; one call before them warms up."""
-    call()
-    seconds = []
-    for _ in range(repeat):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)
+class Peers:
+    """A process that has other libraries and times their calls on demand."""
 
-
-def peak_beyond(call: Callable[[], object], kept: Callable[[object], int]) -> int:
-    """Bytes that one call allocates at its peak beyond what its result keeps."""
-    tracemalloc.start()
-    result = call()
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak - kept(result)
-
-
-def benchmark(recipe: str, x: np.ndarray, repeat: int) -> list[dict[str, object]]:
-    """One row per operation of a recipe."""
-    q = fp4kit.quantize(x, recipe)
-    calls: dict[str, Callable[[], object]] = {
-        "quantize": lambda: fp4kit.quantize(x, recipe),
-        "dequantize": lambda: fp4kit.dequantize(q),
-        "fake_quantize": lambda: fp4kit.fake_quantize(x, recipe),
-    }
-    rows = []
-    for operation, call in calls.items():
-        seconds = measure(call, repeat)
-        rates = [x.nbytes / s / 1e6 for s in seconds]
-        beyond = peak_beyond(call, lambda result: result.nbytes)  # type: ignore[attr-defined]
-        rows.append(
-            {
-                "recipe": recipe,
-                "operation": operation,
-                "MB/s": round(rates[len(rates) // 2], 1),
-                "slowest": round(rates[-1], 1),
-                "fastest": round(rates[0], 1),
-                "MiB beyond": round(beyond / 2**20, 1),
-            }
+    def __init__(self, python: str, size: int, threads: int, quick: bool) -> None:
+        command = [python, str(HERE / "cpu_peers.py"), str(size), str(threads), *(["--quick"] if quick else [])]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-    return rows
+        self.about = self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of the other libraries ended with {self.process.wait()}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def seconds(self, name: str) -> float:
+        """Of one call; RuntimeError with what it raised there."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(name + "\n")
+        self.process.stdin.flush()
+        answer = self._answer()
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        time.sleep(0.01)  # its threads look for work a little longer
+        return float(answer["seconds"])
+
+    def watches(self, operation: str, kind: str) -> tuple[dict[str, Watch], dict[str, str]]:
+        """{library: stop-watch} of the calls of a kind, tried once, and why others fail."""
+        found: dict[str, Watch] = {}
+        failed: dict[str, str] = {}
+        for call in self.about["calls"]:
+            prefix, _, library = call.rpartition("/")
+            if prefix == f"{operation}/{kind}":
+                try:
+                    self.seconds(call)
+                    found[library] = lambda call=call: self.seconds(call)  # type: ignore[misc]
+                except RuntimeError as error:
+                    failed[library] = str(error)
+        return found, failed
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
-def main() -> None:
-    """Run the benchmark and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("recipes", nargs="*", default=DEFAULT, metavar="RECIPE")
-    parser.add_argument("--size", type=int, default=4096)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the rows here, with machine, versions and date")
-    args = parser.parse_args()
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((args.size, args.size), dtype=np.float32).astype(ml_dtypes.bfloat16)
-    print(f"bfloat16 {x.shape}, {x.nbytes / 1e6:.1f} MB; {platform.machine()}, NumPy {np.__version__}, {date.today()}")
-    print(f"{'recipe':24}{'operation':16}{'MB/s':>9}{'slowest':>9}{'fastest':>9}{'MiB beyond':>12}")
-    rows = []
-    for recipe in args.recipes:
-        for row in benchmark(recipe, x, args.repeat):
-            print(
-                f"{row['recipe']:24}{row['operation']:16}" + "".join(f"{row[k]:>9}" for k in ("MB/s", "slowest", "fastest")),
-                end="",
-            )
-            print(f"{row['MiB beyond']:>12}", flush=True)
-            rows.append(row)
-    if args.json:
-        versions = {"fp4kit": fp4kit.__version__, "numpy": np.__version__, "python": platform.python_version()}
-        record = {"machine": platform.machine(), "date": str(date.today()), **versions, "size": args.size, "rows": rows}
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+class Bench:
+    """A run: its options, and the rows so far."""
+
+    def __init__(self, args: argparse.Namespace, peers: Peers | None) -> None:
+        self.args, self.peers, self.rows = args, peers, list[CpuRow]()
+        self.threads = fp4kit.num_threads()
+        self.extra: dict[str, Any] = {}
+
+    def watches(self, case: Case, specification: bool = True) -> dict[str, Watch]:
+        """Stop-watches of a case by the names of CpuRow.times."""
+        found: dict[str, Watch] = {}
+        for name, count in (("one", 1), ("all", self.threads)):
+            for what, call in case.calls.items():
+                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count))  # type: ignore[misc]
+        return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
+
+    def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
+        """Check, time and keep a case; beside: with the other libraries' calls of the kind."""
+        check(case)
+        others, failed = {}, {}
+        if beside and self.peers is not None:
+            others, failed = self.peers.watches(case.operation, recipe.partition("-")[0])
+        times = alternate({**self.watches(case), **others}, self.args.repeat)
+        peers = {name: times.pop(name) for name in others}
+        self.keep(CpuRow(group, case.operation, recipe, x.dtype.name, x.shape, case.bytes, times, peers, failed))
+
+    def keep(self, row: CpuRow) -> None:
+        """Print a row and add it."""
+        print(row, flush=True)
+        self.rows.append(row)
+
+
+def recipes(bench: Bench) -> None:
+    """Every recipe on bfloat16; seven of them beside the other libraries."""
+    x = normal((bench.args.size, bench.args.size))
+    for recipe in bench.args.recipes:
+        for case in cpu_cases.of_recipe(recipe, x):
+            bench.row("recipes", case, recipe, x, beside=recipe in SEVEN)
+
+
+def operations(bench: Bench) -> None:
+    """The other operations and dtypes."""
+    shape = (bench.args.size, bench.args.size)
+    x = normal(shape)
+    for recipe in _seven(bench):
+        for case in cpu_cases.operations(recipe, x):
+            bench.row("operations", case, recipe, x, beside=case.operation == "fake_quantize")
+        for dtype in (F16, F32):
+            other = normal(shape, dtype)
+            bench.row("operations", cpu_cases.quantize(recipe, other), recipe, other)
+            bench.row("operations", cpu_cases.dequantize(recipe, other, dtype), recipe, other)
+    bench.row("operations", Case("amax", lambda: fp4kit.amax(x), x.nbytes), "", x)
+
+
+def small(bench: Bench) -> None:
+    """64 x 4096: what a call costs."""
+    x = normal(SMALL)
+    for recipe in _seven(bench):
+        for case in (cpu_cases.quantize(recipe, x), cpu_cases.dequantize(recipe, x), cpu_cases.fake_quantize(recipe, x)):
+            bench.row("small", case, recipe, x)
+
+
+def _seven(bench: Bench) -> Iterator[str]:
+    return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
+
+
+def sizes(bench: Bench) -> None:
+    """quantize from 1 MB to 8 GB of input."""
+    left_out = bench.extra.setdefault("left out", {})
+    for nbytes in SIZES[:1] if bench.args.quick else SIZES:
+        needed, there = nbytes * 13 // 10 + SPARE, available()
+        if there < needed:
+            left_out[f"{nbytes >> 20} MiB"] = f"needs {needed >> 20} MiB of memory, {there >> 20} were there"
+            continue
+        few = normal((min(nbytes, SIZES[1]) // 2 // COLUMNS, COLUMNS))
+        x = few if nbytes <= few.nbytes else np.tile(few, (nbytes // few.nbytes, 1))
+        for recipe in ("nvfp4-te", "mxfp4-ocp"):
+            cpu_cases.check_rows(fp4kit.quantize(x, recipe), x)
+            case = Case("quantize", lambda recipe=recipe: fp4kit.quantize(x, recipe), x.nbytes)  # type: ignore[misc]  # noqa: B023
+            times = alternate(bench.watches(case, specification=nbytes <= SIZES[1]), bench.args.repeat)
+            bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times))
+
+
+def ggml(bench: Bench) -> None:
+    """ggml's encoders and decoders, one thread, float32, beside one thread of this one's from bfloat16 and float32."""
+    if bench.args.ggml is None:
+        return
+    x = normal((bench.args.size, bench.args.size), F32)
+    with tempfile.TemporaryDirectory() as folder:
+        library = cpu_ggml.build(bench.args.ggml, Path(folder))
+        for recipe in (recipe for recipe in _seven(bench) if recipe[:5] in cpu_ggml.BLOCK_BYTES):
+            others = cpu_ggml.calls(library, recipe[:5], x)
+            for dtype in (F32, BF16):
+                source = x.astype(dtype)
+                cases = (cpu_cases.quantize(recipe, source), cpu_cases.dequantize(recipe, source, F32))
+                for case in cases[: 2 if dtype == F32 else 1]:
+                    check(case)
+                    mine = {name: found for name, found in bench.watches(case, False).items() if name.startswith("one")}
+                    times = alternate(mine | {"ggml": watch(others[case.operation])}, bench.args.repeat)
+                    peers = {"ggml": times.pop("ggml")}
+                    bench.keep(CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers))
+
+
+def loops(bench: Bench) -> None:
+    """What memory gives, at the size of the rows."""
+    nbytes = max(2 * bench.args.size**2 // (32 * bench.threads), 1) * 32 * bench.threads
+    bench.extra["loops"] = cpu_loops.streaming(nbytes, bench.threads, bench.args.repeat)
+    print(f"loops, GB/s: {bench.extra['loops']}", flush=True)
+
+
+def first(bench: Bench) -> None:
+    """What a fresh process pays."""
+    bench.extra["first use, ms"] = cpu_loops.first_use(1 if bench.args.quick else bench.args.repeat)
+    print(f"first use, ms: {bench.extra['first use, ms']}", flush=True)
+
+
+def sweeps(bench: Bench) -> None:
+    """Whether a call is slower than the specification anywhere."""
+    bench.extra["sweep"] = sweep(bench.args.recipes, SHAPES[:3] if bench.args.quick else SHAPES)
+    found = bench.extra["sweep"]
+    print(f"sweep: {found['cases']} cases, {len(found['slower'])} slower; smallest {found['smallest'][:3]}", flush=True)
+
+
+GROUPS: dict[str, Callable[[Bench], None]] = {
+    "first": first, "small": small, "loops": loops, "sweep": sweeps, "ggml": ggml,
+    "recipes": recipes, "operations": operations, "sizes": sizes,
+}  # fmt: skip
+
+
+def available() -> int:
+    """Bytes of memory that can be had."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
+    return found[0] if found else 0
+
+
+def processor() -> str:
+    """Its name, as the system gives it."""
+    path = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    """Machine, engine, versions, commit, date, and how busy the machine was when the run began."""
+    versions = {"fp4kit": fp4kit.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    about = {} if bench.peers is None else bench.peers.about
+    if bench.args.ggml is not None:
+        versions["ggml"] = cpu_ggml.version(bench.args.ggml)
+    return {
+        "device": "CPU", "processor": processor(), "threads": bench.threads, "engine": fp4kit.engine(),
+        "versions": versions, "versions of peers": about.get("versions", {}), "missing": about.get("missing", {}),
+        "commit": output_of("git", "-C", str(HERE), "rev-parse", "--short=12", "HEAD"), "date": str(date.today()),
+        "size": bench.args.size, "repeat": bench.args.repeat, "load": [round(load, 2) for load in os.getloadavg()],
+    }  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    result.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of the table by default")
+    result.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"some of {', '.join(GROUPS)}")
+    result.add_argument("--quick", action="store_true", help="3 rounds, few shapes and sizes, nothing compiled by torch.compile")
+    result.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="what has the other libraries; this one")
+    result.add_argument("--no-peers", action="store_true", help="without other libraries")
+    result.add_argument("--ggml", type=Path, metavar="FOLDER", help="its sources")
+    result.add_argument("--size", type=int, default=4096, help="rows and columns of the large matrix")
+    result.add_argument("--repeat", type=int, default=15, help="rounds")
+    result.add_argument("--output", type=Path, help="folder for the record, the table and the plot")
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the groups and write the record after each."""
+    args = parser().parse_args(arguments)
+    whole = not (args.only or args.quick or args.recipes)
+    args.recipes, args.repeat = args.recipes or fp4kit.recipes(), 3 if args.quick else args.repeat
+    output = args.output or (HERE / "results" if whole else None)
+    quiet = args.no_peers or (args.only and not {"recipes", "operations"} & set(args.only))
+    peers = None if quiet else Peers(args.peers, args.size, fp4kit.num_threads(), args.quick)
+    bench = Bench(args, peers)
+    about = describe(bench)
+    for name in args.only or GROUPS:
+        start = time.perf_counter()
+        print(f"== {name}; load {os.getloadavg()[0]:.2f}", flush=True)
+        GROUPS[name](bench)
+        print(f"-- {name}: {time.perf_counter() - start:.1f} s", flush=True)
+        record = about | bench.extra | {"load at the end": round(os.getloadavg()[0], 2), "rows": [r.record() for r in bench.rows]}
+        if output:
+            cpu_report.write(record, output)
+    print("\n".join(cpu_report.bar_lines(record)))
+    if peers is not None:
+        peers.close()
 
 
 if __name__ == "__main__":

@@ -242,15 +242,15 @@ def describe() -> dict[str, Any]:
         "device": properties["name"].decode(),
         "multiprocessors": properties["multiProcessorCount"],
         "L2": properties["l2CacheSize"],
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
+        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "cuda": cupy.cuda.runtime.runtimeGetVersion(),
         "versions": versions | {"fp4kit": fp4kit.__version__},
-        "commit": _output("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
+        "commit": output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
         "date": str(date.today()),
     }
 
 
-def _output(*command: str) -> str:
+def output_of(*command: str) -> str:
     """First line that a command prints; "unknown" if it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()

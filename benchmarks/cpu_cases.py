@@ -1,0 +1,131 @@
+"""The calls that bench_cpu.py times, each checked in every bit against the specification."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from cpu_rows import Call
+from measure import BF16, POISON
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.quantized import PARTS
+
+
+class Case(NamedTuple):
+    """A call, the bytes that its rate counts, and a call that writes the same into `target`, where there is one.
+
+    Where `call` itself writes into the target, `into` is None.
+    """
+
+    operation: str
+    call: Callable[[], Any]
+    bytes: int
+    target: Any = None
+    into: Callable[[], Any] | None = None
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        """By what is added to a row's names of times."""
+        return {"": self.call} if self.into is None else {"": self.call, " into": self.into}
+
+
+def normal(shape: tuple[int, ...], dtype: Any = BF16) -> np.ndarray:
+    """Normal values; those of cpu_peers.matrix for a square."""
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype)
+
+
+def poison(target: Any) -> None:
+    """Fill an array, or the codes and block scales of a Quantized, with bytes that no result consists of."""
+    parts = (target.packed, target.block_scale) if isinstance(target, fp4kit.Quantized) else (target,)
+    for part in parts:
+        if part is not None:
+            part.view(np.uint8)[...] = POISON
+
+
+def check(case: Case) -> None:
+    """Raise AssertionError unless the calls give what the specification gives."""
+    poison(case.target)
+    with fp4kit.specification():
+        wanted = case.call()
+    wanted = copy.deepcopy(wanted) if wanted is case.target else wanted
+    for call in case.calls.values():
+        poison(case.target)
+        same(call(), wanted, case.operation)
+
+
+def same(actual: Any, wanted: Any, name: str) -> None:
+    """Raise AssertionError unless two results, or tuples of them, agree in every bit."""
+    if not isinstance(wanted, tuple):
+        assert_same_bits(actual, wanted, name)
+        return
+    for one, other in zip(actual, wanted, strict=True):
+        assert_same_bits(one, other, name)
+
+
+def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> Case:
+    """quantize with these options, also into arrays that are there."""
+    target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
+    into = lambda: fp4kit.quantize(x, recipe, **options, out=target)  # noqa: E731
+    return Case(operation, lambda: fp4kit.quantize(x, recipe, **options), x.nbytes, target, into)
+
+
+def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> Case:
+    """dequantize of what quantize gives."""
+    q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
+    into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
+    return Case("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
+
+
+def fake_quantize(recipe: str, x: np.ndarray) -> Case:
+    """fake_quantize."""
+    return Case("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
+
+
+def of_recipe(recipe: str, x: np.ndarray) -> Iterator[Case]:
+    """What every recipe has: quantize and dequantize, or fake_quantize where it is a fake quantizer."""
+    if fp4kit.recipe(recipe).fake_only:
+        yield fake_quantize(recipe, x)
+        return
+    yield quantize(recipe, x)
+    yield dequantize(recipe, x)
+
+
+def operations(recipe: str, x: np.ndarray) -> Iterator[Case]:
+    """The other operations on bfloat16."""
+    yield quantize(recipe, x, "quantize along columns", axis=0)
+    yield fake_quantize(recipe, x)
+    yield Case("quantize_both", lambda: fp4kit.quantize_both(x, recipe), x.nbytes)
+    yield quantize(recipe, x, "quantize stochastic", rounding="stochastic", seed=1)
+    yield quantize(recipe, x, "quantize hadamard", hadamard=True)
+    yield partial_cast(recipe, x)
+    yield Case("amax of blocks", lambda: fp4kit.amax(x, recipe), x.nbytes)
+    if fp4kit.recipe(recipe).block_rows > 1:
+        q = fp4kit.quantize(x, recipe)
+        yield Case("transpose", lambda: fp4kit.transpose(q), x.nbytes)
+
+
+def partial_cast(recipe: str, x: np.ndarray) -> Case:
+    """All of a matrix but its first element, as a flat shard."""
+    shard = x.reshape(-1)[1:]
+    amax = fp4kit.partial_amax(shard, x.shape, 1, recipe)
+    out = np.empty_like(fp4kit.quantize(x, recipe).packed)
+
+    def call() -> np.ndarray:
+        fp4kit.partial_cast(shard, out, amax, x.shape, 1, recipe)
+        return out
+
+    return Case("partial_cast", call, x.nbytes, out)
+
+
+def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:
+    """Raise AssertionError unless the first and last rows of a large q are the specification's."""
+    for part in (slice(rows), slice(-rows, None)):
+        with fp4kit.specification():
+            wanted = fp4kit.quantize(x[part], q.recipe, tensor_amax=q.tensor_amax)
+        for name in ("packed", "block_scale"):
+            assert name in PARTS
+            assert_same_bits(getattr(q, name)[part], getattr(wanted, name), f"{q.recipe.id}: {name}")

@@ -1,0 +1,81 @@
+"""What memory gives: loops of NumPy in threads over the bytes that an operation moves, and what a fresh process pays.
+
+two passes: the largest of all 8-byte words (every byte is read), then one word of four copied (every line of the cache is read,
+a quarter written): what quantize does with a tensor scale. one pass: the second of them. expand: a quarter read, each word
+written four times: what dequantize does to bfloat16. copy: all read, all written. GB/s of the large array, arrays in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from cpu_rows import Call, Time, Watch, alternate, watch
+
+FIRST_USE = """
+import json, sys, time
+start = time.perf_counter()
+import ml_dtypes, numpy as np
+numpy = time.perf_counter()
+import fp4kit
+imported = time.perf_counter()
+x = np.random.default_rng(0).standard_normal((64, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
+found = {"import numpy, ml_dtypes": numpy - start, "import fp4kit, after these": imported - numpy}
+for call in ("first", "second"):
+    before = time.perf_counter()
+    q = fp4kit.quantize(x, "nvfp4-te")
+    found[f"{call} quantize"] = time.perf_counter() - before
+for call in ("first", "second"):
+    before = time.perf_counter()
+    fp4kit.dequantize(q)
+    found[f"{call} dequantize"] = time.perf_counter() - before
+print(json.dumps(found))
+"""
+
+
+def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
+    return a[len(a) * i // parts : len(a) * (i + 1) // parts]
+
+
+def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call]:
+    """The loops on an array of so many bytes, in so many threads of a pool."""
+    x = np.random.default_rng(0).integers(0, 2**62, nbytes // 8, dtype=np.int64)
+    y, quarter = np.zeros_like(x), np.zeros(len(x) // 4, np.int64)
+
+    def shared(work: Callable[[int], object]) -> Call:
+        return lambda: list(pool.map(work, range(threads)))
+
+    largest = shared(lambda i: _part(x, i, threads).max())
+    narrow = shared(lambda i: np.copyto(_part(quarter, i, threads), _part(x, i, threads)[::4]))
+    expand = shared(lambda i: np.copyto(_part(y, i, threads).reshape(-1, 4), _part(quarter, i, threads)[:, None]))
+    return {
+        "two passes": lambda: (largest(), narrow()),
+        "one pass": narrow,
+        "expand": expand,
+        "copy": shared(lambda i: np.copyto(_part(y, i, threads), _part(x, i, threads))),
+    }
+
+
+def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
+    """{"one" or "all": {loop: GB/s by the median}}; nbytes a multiple of 32 * threads."""
+    found: dict[str, dict[str, float]] = {}
+    for name, count in (("one", 1), ("all", threads)):
+        with ThreadPoolExecutor(count) as pool:
+            watches: dict[str, Watch] = {loop: watch(call) for loop, call in loops(nbytes, count, pool).items()}
+            times = alternate(watches, rounds)
+        found[name] = {loop: round(nbytes / us.median / 1e3, 2) for loop, us in times.items()}
+    return found
+
+
+def first_use(rounds: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of steps of a fresh process: {step: {"best", "median"}}, 64 x 4096 bfloat16, nvfp4-te."""
+    runs = []
+    for _ in range(rounds):
+        printed = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=True).stdout
+        runs.append(json.loads(printed))
+    times = {step: Time.of(run[step] for run in runs) for step in runs[0]}
+    return {step: {"best": round(us.best / 1e3, 2), "median": round(us.median / 1e3, 2)} for step, us in times.items()}

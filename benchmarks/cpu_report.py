@@ -1,0 +1,250 @@
+"""Markdown table and plot of a run of bench_cpu.py: python benchmarks/cpu_report.py benchmarks/results/cpu.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cpu_rows import SEVEN, Bar, CpuRow, bars
+from report import COLOURS, PEER_COLOURS, SHORT
+
+from fp4kit.cli.tables import markdown as table
+
+Record = Mapping[str, Any]
+COLUMNS = ("operation", "recipe", "from", "{n} threads", "best", "1 thread", "into `out`", "specification", "times", "others")
+GROUPS = {
+    "recipes": "Every recipe",
+    "operations": "Other operations and dtypes",
+    "ggml": "Beside ggml, one thread each, G elements/s",
+    "small": "Small arrays, us a call",
+    "sizes": "Sizes",
+}
+
+
+def rows_of(record: Record) -> list[CpuRow]:
+    """The rows of a run."""
+    return [CpuRow.of(row) for row in record["rows"]]
+
+
+def bars_of(record: Record) -> list[Bar]:
+    """What a run is held against."""
+    return bars(rows_of(record), record.get("loops", {}).get("all", {}), record.get("sweep"))
+
+
+def bar_lines(record: Record) -> list[str]:
+    """A line for each bar."""
+    said = {True: "holds", False: "MISSED", None: "not measured"}
+    return [f"{said[bar.holds]:13}{bar.text}   {bar.figure}   {bar.where}" for bar in bars_of(record)]
+
+
+def heading(record: Record) -> str:
+    """Machine, engine, versions, commit, date and load in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    load = f"load {record['load'][0]} when it began, {record['load at the end']} at the end"
+    machine = f"{record['processor']}, {record['threads']} threads, {record['engine']}"
+    return f"{machine}, {versions}, commit {record['commit']}, {record['date']}; {load}"
+
+
+def markdown(record: Record) -> str:
+    """The run as a Markdown page."""
+    rows = rows_of(record)
+    found = bars_of(record)
+    others = ", ".join(f"{name} {version}" for name, version in record["versions of peers"].items())
+    lines = [
+        "# CPU",
+        "",
+        f"{heading(record)}.",
+        f"Other libraries: {others or 'none'}." + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
+        "",
+        f"{record['size']} x {record['size']} where no shape is given. GB/s of input (dequantize: of output), by the median of",
+        f"up to {record['repeat']} turns; best: by the smallest time. times: the specification's time over that of all threads;",
+        "others: the times of other libraries' calls over it.",
+        "",
+        "![rates and speed-up](cpu.svg)",
+        "",
+        "## Bars",
+        "",
+        f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} hold.",
+        "",
+        table(("bar", "found", "where", ""), [_bar_cells(bar) for bar in found]),
+        *_machine(record),
+        *_groups(rows, record),
+        *_sweep(record),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bar_cells(bar: Bar) -> tuple[str, ...]:
+    return bar.text, bar.figure, bar.where, {True: "holds", False: "missed", None: "not measured"}[bar.holds]
+
+
+def _machine(record: Record) -> list[str]:
+    """Streaming loops and a fresh process."""
+    lines = []
+    if "loops" in record:
+        loops = record["loops"]
+        cells = [(name, f"{loops['one'][name]:.1f}", f"{rate:.1f}") for name, rate in loops["all"].items()]
+        lines += ["", "## What memory gives, GB/s of the large array (cpu_loops.py)", ""]
+        lines += [table(("loop", "1 thread", f"{record['threads']} threads"), cells)]
+    if "first use, ms" in record:
+        cells = [(step, f"{ms['median']:.2f}", f"{ms['best']:.2f}") for step, ms in record["first use, ms"].items()]
+        lines += ["", "## A fresh process, 64 x 4096 bfloat16, nvfp4-te", "", table(("step", "ms", "smallest"), cells)]
+    return lines
+
+
+def _groups(rows: list[CpuRow], record: Record) -> list[str]:
+    lines = []
+    for group, title in GROUPS.items():
+        found = [row for row in rows if row.group == group]
+        if found:
+            cells = {"ggml": _ggml_cells, "small": _small_cells, "sizes": _size_cells}.get(group, _cells)
+            head = _HEADS.get(group, tuple(name.format(n=record["threads"]) for name in COLUMNS))
+            lines += ["", f"## {title}", "", table(head, [cells(row) for row in found])]
+    return lines + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
+
+
+def _gb(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:.2f}" if rate < 10 else f"{rate:.1f}"
+
+
+def _others(row: CpuRow) -> str:
+    """Every library's time over ours, the fastest first."""
+    ours = row.times["all" if "all" in row.times else "one"].median
+    ratios = sorted((us.median / ours, name) for name, us in row.peers.items())
+    return ", ".join([f"{name} {ratio:.1f}" for ratio, name in ratios] + [f"{name} fails" for name in row.failed])
+
+
+def _cells(row: CpuRow) -> tuple[str, ...]:
+    smallest = row.bytes / row.times["all"].best / 1e3
+    rates = (row.rate("all"), smallest, row.rate("one"), row.rate("all into"), row.rate("specification"))
+    times = row.ratio("specification", "all")
+    about = (row.operation, row.recipe, SHORT.get(row.dtype, row.dtype))
+    return *about, *(_gb(rate) for rate in rates), "" if times is None else f"{times:.1f}", _others(row)
+
+
+def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
+    """G elements/s."""
+    elements = row.bytes / (4 if row.operation == "dequantize" or row.dtype == "float32" else 2) / 1e3
+    mine, into, theirs = row.times["one"].median, row.times["one into"].median, row.peers["ggml"].median
+    rates = tuple(f"{elements / us:.2f}" for us in (mine, into, theirs))
+    return row.operation, row.recipe, SHORT.get(row.dtype, row.dtype), *rates, f"{theirs / into:.2f}"
+
+
+def _small_cells(row: CpuRow) -> tuple[str, ...]:
+    names = ("all", "all into", "one", "specification")
+    found = (f"{row.times[name].median:.0f}" if name in row.times else "" for name in names)
+    return row.operation, row.recipe, *found, f"{row.ratio('specification', 'all') or 0:.1f}"
+
+
+def _size_cells(row: CpuRow) -> tuple[str, ...]:
+    size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
+    elements = row.bytes / 2
+    each = (f"{row.times[name].median * 1e3 / elements:.3f}" for name in ("all", "one"))
+    return row.recipe, size, *each, _gb(row.rate("all")), _gb(row.rate("one")), _gb(row.rate("specification"))
+
+
+_HEADS = {
+    "ggml": ("operation", "recipe", "from", "fp4kit", "into `out`", "ggml, from or to fp32", "times (into `out`)"),
+    "small": ("operation", "recipe", "a call", "into `out`", "1 thread", "specification", "times"),
+    "sizes": ("recipe", "input", "ns an element", "1 thread", "GB/s", "1 thread", "specification"),
+}
+
+
+def _sweep(record: Record) -> list[str]:
+    if not record.get("sweep"):
+        return []
+    found = record["sweep"]
+    lines = ["", "## Against the specification, every recipe, dtype, operation and shape (cpu_sweep.py)", ""]
+    lines += [
+        f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest ratio of each shape:",
+        "",
+    ]
+    return [*lines, table(("shape", "times", "case"), [_shape(*pair) for pair in found["smallest of a shape"].items()])]
+
+
+def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return shape, f"{entry['ratio']:.2f}", entry["case"].rpartition(" ")[0]
+
+
+def plot(record: Record, path: Path) -> None:
+    """Rates of every recipe, and the seven beside other libraries."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows_of(record) if row.group == "recipes"]
+    seven = [row for row in rows if row.recipe in SEVEN]
+    names = list(dict.fromkeys(row.recipe for row in rows))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 1.4 + 0.14 * max(len(names), 8)), width_ratios=(1, 1), layout="constrained"
+    )
+    _plot_rates(left, rows, names, record["threads"])
+    _plot_others(right, seven)
+    figure.suptitle(f"{record['processor']}, {record['threads']} threads, {record['date']}, commit {record['commit']}")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
+    marks = {"quantize": "o", "dequantize": "D", "fake_quantize": "s"}
+    colours = {"all": COLOURS["bfloat16"], "one": COLOURS["float16"], "specification": COLOURS["uint8"]}
+    for row in rows:
+        for name, colour in colours.items():
+            if name in row.times:
+                axes.plot(row.rate(name), names.index(row.recipe), marks[row.operation], markersize=4, color=colour)
+    titles = {"all": f"{threads} threads", "one": "1 thread", "specification": "specification"}
+    handles = [axes.plot([], [], "o", color=colour, label=titles[name])[0] for name, colour in colours.items()]
+    handles += [axes.plot([], [], mark, color="black", label=name)[0] for name, mark in marks.items()]
+    _scale(axes, names, "GB/s of bfloat16")
+    axes.legend(handles=handles, loc="upper left", fontsize=7)
+
+
+def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
+    lines = [f"{row.operation}   {row.recipe}" for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row.peers))
+    colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
+    marks = {name: "Dosv"[i // len(PEER_COLOURS) % 4] for i, name in enumerate(names)}
+    for y, row in enumerate(rows):
+        for name, us in row.peers.items():
+            axes.plot(us.median / row.times["all"].median, y, marks[name], markersize=4, color=colours[name])
+    axes.axvline(1, color="#999999", linewidth=0.8)
+    axes.axvline(5, color="#cc0000", linewidth=1)
+    _scale(axes, lines, "time of another library over that of fp4kit; red is the target")
+    if names:
+        handles = [axes.plot([], [], marks[name], color=colours[name], label=name)[0] for name in names]
+        axes.legend(handles=handles, fontsize=7)
+
+
+def _scale(axes: Any, lines: list[str], label: str) -> None:
+    axes.set_yticks(range(len(lines)), lines, fontsize=7)
+    axes.set_ylim(len(lines) - 0.4, -0.6)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
+    axes.set_xlabel(label)
+
+
+def write(record: Record, folder: Path) -> list[Path]:
+    """Write JSON, table and, with matplotlib, the plot of a run into a folder; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"cpu{suffix}" for suffix in (".json", ".md", ".svg")]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    paths[1].write_text(markdown(record))
+    if not any(row.group == "recipes" for row in rows_of(record)):
+        return paths[:2]
+    try:
+        plot(record, paths[2])
+    except ImportError:
+        print("cpu_report: no plot, matplotlib is missing")
+        return paths[:2]
+    return paths
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(*write(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")

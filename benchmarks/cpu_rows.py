@@ -1,0 +1,203 @@
+"""What the CPU benchmarks share: stop-watches that take turns, the record of a row, and the bars that rows are held against."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any, NamedTuple
+
+Call = Callable[[], object]
+Watch = Callable[[], float]  # seconds of one call
+
+SEVEN = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
+BATCH_SECONDS = 2e-3  # calls are timed in batches of about as long
+BUDGET = 1.5  # seconds after which a slow call gets no further turn, where it had three
+
+
+class Time(NamedTuple):
+    """Microseconds of one call: the smallest, and the median."""
+
+    best: float
+    median: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Time:
+        found = sorted(seconds)
+        return cls(round(found[0] * 1e6, 2), round(median(found) * 1e6, 2))
+
+
+def watch(call: Call, context: Callable[[], AbstractContextManager[Any]] = nullcontext, lasting: float = BATCH_SECONDS) -> Watch:
+    """A stop-watch of a call, which it makes in a context: once to warm up, then in batches lasting so long."""
+    with context():
+        call()
+        start = time.perf_counter()
+        call()
+        batch = max(1, min(50, int(lasting / max(time.perf_counter() - start, 1e-9))))
+
+    def seconds() -> float:
+        with context():
+            start = time.perf_counter()
+            for _ in range(batch):
+                call()
+            return (time.perf_counter() - start) / batch
+
+    return seconds
+
+
+def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET) -> dict[str, Time]:
+    """Times of calls that take turns; one that has used its budget is left out from the fourth round on."""
+    found: dict[str, list[float]] = {name: [] for name in watches}
+    spent = dict.fromkeys(watches, 0.0)
+    for turn in range(rounds):
+        for name, seconds in watches.items():
+            if turn < 3 or spent[name] < budget:
+                start = time.perf_counter()
+                found[name].append(seconds())
+                spent[name] += time.perf_counter() - start
+    return {name: Time.of(times) for name, times in found.items()}
+
+
+@dataclass
+class CpuRow:
+    """One timed operation. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
+
+    times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers: {name:
+    time} on all threads; in the group "ggml", "ggml" on one thread. failed: {peer: why}.
+    """
+
+    group: str
+    operation: str
+    recipe: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    times: dict[str, Time]
+    peers: dict[str, Time] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def rate(self, name: str) -> float | None:
+        """GB/s, by the median time."""
+        found = self.times.get(name)
+        return None if found is None else self.bytes / found.median / 1e3
+
+    def ratio(self, over: str, under: str) -> float | None:
+        """How many times as long one takes as the other, by the medians."""
+        if over not in self.times or under not in self.times:
+            return None
+        return self.times[over].median / self.times[under].median
+
+    @property
+    def fastest_peer(self) -> tuple[str, float] | None:
+        """The peer that takes least, and how many times as long it takes as this row on all threads."""
+        ours = self.times["all" if "all" in self.times else "one"].median
+        found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
+        return None if found is None else (found[0], found[1].median / ours)
+
+    def record(self) -> dict[str, Any]:
+        """The row as it stands in the JSON file."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> CpuRow:
+        """The row of a record."""
+        timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
+        return cls(**{**record, **timed, "shape": tuple(record["shape"])})
+
+    def __str__(self) -> str:
+        text = f"{self.group:11}{self.operation:24}{self.recipe:33}{self.dtype:9}{'x'.join(map(str, self.shape)):>12}"
+        for name, us in self.times.items():
+            text += f"  {name} {us.median:.0f} us ({self.bytes / us.median / 1e3:.2f})"
+        text += "".join(f"  {name} {us.median:.0f} us" for name, us in self.peers.items())
+        return text + "".join(f"  {name}: {why}" for name, why in self.failed.items())
+
+
+class Bar(NamedTuple):
+    """A target, the figure that comes nearest to missing it, where that is, and whether the target holds (None: not measured)."""
+
+    text: str
+    figure: str
+    where: str
+    holds: bool | None
+
+
+def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any] | None) -> list[Bar]:
+    """What the engine of the host is to reach. loops: GB/s of streaming loops, by name; see cpu_loops.py."""
+    of = {name: [row for row in rows if row.group == name] for name in ("recipes", "small", "sizes", "ggml")}
+    seven = [row for row in of["recipes"] if row.recipe in SEVEN]
+    quantize, dequantize = ([row for row in seven if row.operation == name] for name in ("quantize", "dequantize"))
+    return [
+        _rate_bar("quantize bf16", quantize, 2, loops.get("two passes")),
+        _rate_bar("quantize bf16, the aim", quantize, 5, loops.get("two passes")),
+        _rate_bar("dequantize to bf16", dequantize, 5, loops.get("expand")),
+        _least("times faster than the specification, every row", 1, [(row, row.ratio("specification", "all")) for row in rows]),
+        _sweep_bar(sweep),
+        _least("times faster than the fastest other library", 5, [(row, (row.fastest_peer or (0, None))[1]) for row in seven]),
+        *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
+        _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
+        _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
+        _linear_bar(of["sizes"]),
+    ]
+
+
+def _ours(row: CpuRow) -> list[Time]:
+    return [us for name, us in row.times.items() if name.startswith("all")]
+
+
+def _where(row: CpuRow) -> str:
+    return f"{row.operation} {row.recipe} {row.dtype}"
+
+
+def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None) -> Bar:
+    wanted = least if loop is None else min(least, 0.6 * loop)
+    given = "" if wanted == least else f", 60% of {loop:.1f}"
+    return _least(f"{text}: GB/s", wanted, [(row, row.rate("all")) for row in rows], given)
+
+
+def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
+    values = [(value, _where(row)) for row, value in found if value is not None]
+    text = f"{text}: at least {wanted:g}{given}"
+    if not values:
+        return Bar(text, "", "", None)
+    value, where = min(values)
+    return Bar(text, f"{value:.2f}", where, value >= wanted)
+
+
+def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
+    text = f"{text}: at most {wanted:g}"
+    if not found:
+        return Bar(text, "", "", None)
+    value, where = max((value, _where(row)) for row, value in found)
+    return Bar(text, f"{value:.1f}", where, value <= wanted)
+
+
+def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
+    """One thread each, from or to float32, into memory that is there."""
+    found = [(row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation]
+    kind = {"quantize": "encoders", "dequantize": "decoders"}[operation]
+    return _least(f"times faster than ggml's {kind}, one thread each", least, list(found))
+
+
+def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
+    text = "times faster than the specification, every recipe, dtype and shape from 1 KB: at least 1"
+    if not sweep or not sweep["cases"]:
+        return Bar(text, "", "", None)
+    smallest = sweep["smallest"][0]
+    return Bar(text, f"{smallest['ratio']:.2f}", f"{smallest['case']}; {sweep['cases']} cases", not sweep["slower"])
+
+
+def _linear_bar(rows: list[CpuRow]) -> Bar:
+    """From 32 MB on, the slowest byte against the fastest one of a recipe."""
+    text = "time of a byte, largest size over smallest from 32 MB: at most 1.25"
+    large = [row for row in rows if row.bytes >= 1 << 25]
+    found = []
+    for recipe in sorted({row.recipe for row in large}):
+        rates = [row.rate("all") or 0 for row in sorted(large, key=lambda row: row.bytes) if row.recipe == recipe]
+        if len(rates) > 1:
+            found.append((rates[0] / rates[-1], recipe))
+    if not found:
+        return Bar(text, "", "", None)
+    value, where = max(found)
+    return Bar(text, f"{value:.2f}", where, value <= 1.25)
