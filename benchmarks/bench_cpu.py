@@ -37,6 +37,7 @@ import fp4kit
 
 HERE = Path(__file__).resolve().parent
 SIZES = (1 << 20, 1 << 25, 1 << 30, 1 << 33)  # bytes of bfloat16 input
+MEASURED = SIZES[2]  # where memory beyond input and result is looked at
 COLUMNS = 4096
 SMALL = (64, 4096)
 SPARE = 1 << 30  # bytes of memory that a large array leaves
@@ -87,9 +88,10 @@ class Peers:
 
     def close(self) -> None:
         """End the process."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()
+        self.process.stdout.close()
 
 
 class Bench:
@@ -172,6 +174,9 @@ def sizes(bench: Bench) -> None:
             cpu_cases.check_rows(fp4kit.quantize(x, recipe), x)
             case = Case("quantize", lambda recipe=recipe: fp4kit.quantize(x, recipe), x.nbytes)  # type: ignore[misc]  # noqa: B023
             times = alternate(bench.watches(case, specification=nbytes <= SIZES[1]), bench.args.repeat)
+            peak = cpu_loops.beyond(case.call) if nbytes == MEASURED else None
+            if peak is not None:
+                bench.extra.setdefault("MiB beyond", {})[f"{recipe}, {nbytes >> 20} MiB"] = peak
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times))
 
 

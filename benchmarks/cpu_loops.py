@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from cpu_rows import Call, Time, Watch, alternate, watch
@@ -69,6 +71,22 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
             times = alternate(watches, rounds)
         found[name] = {loop: round(nbytes / us.median / 1e3, 2) for loop, us in times.items()}
     return found
+
+
+def beyond(call: Callable[[], Any]) -> float | None:
+    """MiB that a call takes at its peak beyond what is there before it and its result; None where Linux does not say."""
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    try:
+        reset.write_text("5")  # the peak is that of now
+        before = _kilobytes(status, "VmRSS")
+        result = call()
+        return round((_kilobytes(status, "VmHWM") - before - result.nbytes / 1024) / 1024, 1)
+    except OSError:
+        return None
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
 
 
 def first_use(rounds: int) -> dict[str, dict[str, float]]:

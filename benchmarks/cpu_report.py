@@ -14,6 +14,7 @@ from report import COLOURS, PEER_COLOURS, SHORT
 from fp4kit.cli.tables import markdown as table
 
 Record = Mapping[str, Any]
+LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3, "fontsize": 7}
 COLUMNS = ("operation", "recipe", "from", "{n} threads", "best", "1 thread", "into `out`", "specification", "times", "others")
 GROUPS = {
     "recipes": "Every recipe",
@@ -91,7 +92,7 @@ def _machine(record: Record) -> list[str]:
         lines += [table(("loop", "1 thread", f"{record['threads']} threads"), cells)]
     if "first use, ms" in record:
         cells = [(step, f"{ms['median']:.2f}", f"{ms['best']:.2f}") for step, ms in record["first use, ms"].items()]
-        lines += ["", "## A fresh process, 64 x 4096 bfloat16, nvfp4-te", "", table(("step", "ms", "smallest"), cells)]
+        lines += ["", "## A fresh process, 64 x 4096 bfloat16, nvfp4-te", "", table(("step", "ms", "best"), cells)]
     return lines
 
 
@@ -103,7 +104,8 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
             cells = {"ggml": _ggml_cells, "small": _small_cells, "sizes": _size_cells}.get(group, _cells)
             head = _HEADS.get(group, tuple(name.format(n=record["threads"]) for name in COLUMNS))
             lines += ["", f"## {title}", "", table(head, [cells(row) for row in found])]
-    return lines + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
+    beyond = [f"\n{call}: {mib:.1f} MiB of memory beyond input and result." for call, mib in record.get("MiB beyond", {}).items()]
+    return lines + beyond + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
 
 
 def _gb(rate: float | None) -> str:
@@ -169,6 +171,24 @@ def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
     return shape, f"{entry['ratio']:.2f}", entry["case"].rpartition(" ")[0]
 
 
+def summary(record: Record) -> str:
+    """For the README: the machine, the seven recipes, and how many bars hold."""
+    rows = {(row.operation, row.recipe): row for row in rows_of(record) if row.group == "recipes"}
+    head = ["recipe"]
+    for operation in ("quantize", "dequantize"):
+        head += [f"{operation}, {record['threads']} threads", "1 thread", "NumPy", "fastest other"]
+    cells = [(recipe, *_summary_cells(rows["quantize", recipe]), *_summary_cells(rows["dequantize", recipe])) for recipe in SEVEN]
+    found = bars_of(record)
+    held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold"
+    return f"{heading(record)}. GB/s of bfloat16, {record['size']} x {record['size']}; {held}.\n\n{table(tuple(head), cells)}"
+
+
+def _summary_cells(row: CpuRow) -> tuple[str, ...]:
+    peer = row.fastest_peer
+    other = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
+    return *(_gb(row.rate(name)) for name in ("all", "one", "specification")), other
+
+
 def plot(record: Record, path: Path) -> None:
     """Rates of every recipe, and the seven beside other libraries."""
     import matplotlib
@@ -201,7 +221,7 @@ def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -
     handles = [axes.plot([], [], "o", color=colour, label=titles[name])[0] for name, colour in colours.items()]
     handles += [axes.plot([], [], mark, color="black", label=name)[0] for name, mark in marks.items()]
     _scale(axes, names, "GB/s of bfloat16")
-    axes.legend(handles=handles, loc="upper left", fontsize=7)
+    axes.legend(handles=handles, **LEGEND)
 
 
 def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
@@ -217,7 +237,7 @@ def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
     _scale(axes, lines, "time of another library over that of fp4kit; red is the target")
     if names:
         handles = [axes.plot([], [], marks[name], color=colours[name], label=name)[0] for name in names]
-        axes.legend(handles=handles, fontsize=7)
+        axes.legend(handles=handles, **LEGEND)
 
 
 def _scale(axes: Any, lines: list[str], label: str) -> None:
@@ -225,6 +245,7 @@ def _scale(axes: Any, lines: list[str], label: str) -> None:
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.grid(axis="y", color="#eeeeee", linewidth=0.8)
     axes.set_xlabel(label)
 

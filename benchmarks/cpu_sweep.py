@@ -17,9 +17,8 @@ SHAPES = (
     (1, 512), (8, 64), (3, 352), (7, 96), (64, 256), (5, 7, 96), (33, 2080), (64, 4096), (3, 64, 1056), (1024, 1024),
 )  # fmt: skip
 DTYPES = (BF16, F16, F32)
-ROUNDS, AGAIN = 3, 25
+TURNS = ((3, 0.1, 1.1), (25, 0.2, 0.95), (200, 2.0, 0.0))  # rounds, seconds of each call, ratio from which it is believed
 BATCH = 5e-4  # seconds
-SUSPECT = 1.1  # a ratio below it is taken again
 NOISE = 0.05  # calls that fall to the specification take its time, more or less
 KEPT = 20  # of the smallest ratios
 
@@ -34,13 +33,13 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
 
 
 def ratio(case: Case) -> float:
-    """Time of the specification over that of the engine, both the smallest of turns."""
+    """Time of the specification over that of the engine, both the smallest of turns; a small ratio is taken again."""
     watches = {"fast": watch(case.call, lasting=BATCH), "specification": watch(case.call, fp4kit.specification, BATCH)}
     found = 0.0
-    for rounds in (ROUNDS, AGAIN):
-        times = alternate(watches, rounds, budget=0.2)
+    for rounds, budget, believed in TURNS:
+        times = alternate(watches, rounds, budget)
         found = times["specification"].best / times["fast"].best
-        if found >= SUSPECT:
+        if found >= believed:
             break
     return found
 

@@ -16,7 +16,7 @@ from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "processors.md")
-RECORD = ROOT / "benchmarks" / "results" / "h200.json"
+RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
     ("quantize", "mxfp8-torchao-rceil"),
@@ -44,8 +44,16 @@ def performance() -> str:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
-    record = json.loads(RECORD.read_text())
+    record = json.loads((RESULTS / "h200.json").read_text())
     return f"{report.heading(record)}.\n\n{markdown(report.SUMMARY_COLUMNS, report.summary(record, MEASURED))}"
+
+
+def cpu() -> str:
+    """Rates of the recorded run on a CPU."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import cpu_report
+
+    return cpu_report.summary(json.loads((RESULTS / "cpu.json").read_text()))
 
 
 def loaders() -> str:
@@ -58,7 +66,9 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-PARTS = {"uncovered": uncovered, "recipes": recipes, "agreement": agreement, "performance": performance, "loaders": loaders}
+PARTS = {
+    "recipes": recipes, "agreement": agreement, "performance": performance, "cpu": cpu, "loaders": loaders, "uncovered": uncovered,
+}  # fmt: skip
 
 
 def with_output(text: str) -> str:
