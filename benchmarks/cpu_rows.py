@@ -14,7 +14,7 @@ Watch = Callable[[], float]  # seconds of one call
 
 SEVEN = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
 BATCH_SECONDS = 2e-3  # calls are timed in batches of about as long
-BUDGET = 1.5  # seconds after which a slow call gets no further turn, where it had three
+BUDGET = 0.7  # seconds after which a slow call gets no further turn, where it had three
 
 
 class Time(NamedTuple):
@@ -30,21 +30,18 @@ class Time(NamedTuple):
 
 
 def watch(call: Call, context: Callable[[], AbstractContextManager[Any]] = nullcontext, lasting: float = BATCH_SECONDS) -> Watch:
-    """A stop-watch of a call, which it makes in a context: once to warm up, then in batches lasting so long."""
-    with context():
-        call()
-        start = time.perf_counter()
-        call()
-        batch = max(1, min(50, int(lasting / max(time.perf_counter() - start, 1e-9))))
+    """A stop-watch of a call, which it makes in a context: once or twice to warm up, then in batches lasting so long."""
 
-    def seconds() -> float:
+    def seconds(batch: int) -> float:
         with context():
             start = time.perf_counter()
             for _ in range(batch):
                 call()
             return (time.perf_counter() - start) / batch
 
-    return seconds
+    first = seconds(1)
+    batch = 1 if first > 10 * lasting else max(1, min(50, int(lasting / max(seconds(1), 1e-9))))
+    return lambda: seconds(batch)
 
 
 def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET) -> dict[str, Time]:
