@@ -37,7 +37,6 @@ import fp4kit
 
 HERE = Path(__file__).resolve().parent
 SIZES = (1 << 20, 1 << 25, 1 << 30, 1 << 33)  # bytes of bfloat16 input
-MEASURED = SIZES[2]  # where memory beyond input and result is looked at
 COLUMNS = 4096
 SMALL = (64, 4096)
 SPARE = 1 << 30  # bytes of memory that a large array leaves
@@ -174,9 +173,6 @@ def sizes(bench: Bench) -> None:
             cpu_cases.check_rows(fp4kit.quantize(x, recipe), x)
             case = Case("quantize", lambda recipe=recipe: fp4kit.quantize(x, recipe), x.nbytes)  # type: ignore[misc]  # noqa: B023
             times = alternate(bench.watches(case, specification=nbytes <= SIZES[1]), bench.args.repeat)
-            peak = cpu_loops.beyond(case.call) if nbytes == MEASURED else None
-            if peak is not None:
-                bench.extra.setdefault("MiB beyond", {})[f"{recipe}, {nbytes >> 20} MiB"] = peak
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times))
 
 
@@ -208,9 +204,11 @@ def loops(bench: Bench) -> None:
 
 
 def first(bench: Bench) -> None:
-    """What a fresh process pays."""
+    """What a fresh process pays, in time and in memory."""
     bench.extra["first use, ms"] = cpu_loops.first_use(1 if bench.args.quick else bench.args.repeat)
-    print(f"first use, ms: {bench.extra['first use, ms']}", flush=True)
+    nbytes = SIZES[1 if bench.args.quick else 2]
+    bench.extra["MiB beyond"] = cpu_loops.beyond(("nvfp4-te", "mxfp4-ocp"), nbytes, COLUMNS)
+    print(f"first use, ms: {bench.extra['first use, ms']}; MiB beyond: {bench.extra['MiB beyond']}", flush=True)
 
 
 def sweeps(bench: Bench) -> None:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from cpu_rows import Call, Time, Watch, alternate, watch
@@ -36,6 +34,22 @@ for call in ("first", "second"):
     fp4kit.dequantize(q)
     found[f"{call} dequantize"] = time.perf_counter() - before
 print(json.dumps(found))
+"""
+
+BEYOND = """
+import sys, ml_dtypes, numpy as np, fp4kit
+from pathlib import Path
+recipe, operation, rows, columns = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+few = np.random.default_rng(0).standard_normal((64, columns), dtype=np.float32).astype(ml_dtypes.bfloat16)
+fp4kit.dequantize(fp4kit.quantize(few, recipe))
+x = np.tile(few, (rows // 64, 1))
+x = x if operation == "quantize" else fp4kit.quantize(x, recipe)
+call = (lambda: fp4kit.quantize(x, recipe)) if operation == "quantize" else (lambda: fp4kit.dequantize(x))
+memory = lambda name: next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if name in line)
+Path("/proc/self/clear_refs").write_text("5")  # from here on VmHWM is the peak
+before = memory("VmRSS")
+result = call()
+print((memory("VmHWM") - before) / 1024 - result.nbytes / 2**20)
 """
 
 
@@ -73,20 +87,16 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
     return found
 
 
-def beyond(call: Callable[[], Any]) -> float | None:
-    """MiB that a call takes at its peak beyond what is there before it and its result; None where Linux does not say."""
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    try:
-        reset.write_text("5")  # the peak is that of now
-        before = _kilobytes(status, "VmRSS")
-        result = call()
-        return round((_kilobytes(status, "VmHWM") - before - result.nbytes / 1024) / 1024, 1)
-    except OSError:
-        return None
-
-
-def _kilobytes(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float]:
+    """{call: MiB at the peak beyond input and result}, in a fresh process with no freed memory; empty where /proc is not."""
+    found = {}
+    for operation in ("quantize", "dequantize"):
+        for recipe in recipes:
+            command = [sys.executable, "-c", BEYOND, recipe, operation, str(nbytes // 2 // columns), str(columns)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode == 0:
+                found[f"{operation} {recipe}, {nbytes >> 20} MiB of bfloat16"] = round(float(run.stdout), 1)
+    return found
 
 
 def first_use(rounds: int) -> dict[str, dict[str, float]]:

@@ -14,7 +14,7 @@ from report import COLOURS, PEER_COLOURS, SHORT
 from fp4kit.cli.tables import markdown as table
 
 Record = Mapping[str, Any]
-LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 3, "fontsize": 7}
+LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 2, "fontsize": 7}
 COLUMNS = ("operation", "recipe", "from", "{n} threads", "best", "1 thread", "into `out`", "specification", "times", "others")
 GROUPS = {
     "recipes": "Every recipe",

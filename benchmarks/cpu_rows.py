@@ -129,7 +129,11 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         _rate_bar("quantize bf16", quantize, 2, loops.get("two passes")),
         _rate_bar("quantize bf16, the aim", quantize, 5, loops.get("two passes")),
         _rate_bar("dequantize to bf16", dequantize, 5, loops.get("expand")),
-        _least("times faster than the specification, every row", 1, [(row, row.ratio("specification", "all")) for row in rows]),
+        _least(
+            "times faster than the specification, every row, noise 5%",
+            0.95,
+            [(row, row.ratio("specification", "all")) for row in rows],
+        ),
         _sweep_bar(sweep),
         _least("times faster than the fastest other library", 5, [(row, (row.fastest_peer or (0, None))[1]) for row in seven]),
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
