@@ -36,6 +36,9 @@ def dequantize_matrix(
 ) -> None:
     """reference.dequantize.dequantize_matrix."""
     rows = max(part.size for part in map(np.asarray, tensor))
+    if not _is_worth_tables(recipe, out.size // rows):
+        specification.dequantize_matrix(packed, scales, recipe, tensor, out)
+        return
     if rows == 1:
         found = tuple(np.float32(np.reshape(part, -1)[0]).tobytes() for part in tensor)
         _look_up(packed, scales, recipe, _table(recipe, out.dtype, found), out)
@@ -47,6 +50,11 @@ def dequantize_matrix(
         codes = np.broadcast_to(np.arange(_entries(recipe), dtype=np.uint8), (len(out[cut]), _entries(recipe)))
         values = specification.dequantize_tile(codes, None, recipe, part.columns(recipe)).astype(out.dtype)
         _look_up(packed[cut], None, recipe, _as_table(values, recipe), out[cut])
+
+
+def _is_worth_tables(r: Recipe, elements: int) -> bool:
+    """Whether a table for so many elements costs less than their own values. Without a tensor scale, one is made for all calls."""
+    return r.tensor_scaling == "none" or elements >= 2 * _entries(r) * (1 if r.scale is None else _SCALES)
 
 
 def _entries(r: Recipe) -> int:
@@ -83,6 +91,11 @@ def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> Ten
     """The tensor scale of a Quantized, whose scale and amax are given by their bytes."""
     known = None if amax is None else np.frombuffer(amax, np.float32)
     return stored_tensor_scale(np.frombuffer(scale, np.float32), known, r, dtype)
+
+
+def is_worth_preparing(q: Quantized) -> bool:
+    """Whether calls like dequantize(q) are quicker by tables that each needs of its own."""
+    return _is_worth_tables(q.recipe, q.packed.size * q.recipe.element.packing.codes)
 
 
 def table_of(q: Quantized, dtype: np.dtype) -> np.ndarray:

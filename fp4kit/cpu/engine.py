@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import matrix, partial
@@ -24,12 +25,13 @@ from fp4kit.reference.stack import stack
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """reference.engine.compute_tensor_amax."""
-    if r.tensor_scaling in ("none", "tensor") and moved.size:
-        found = [matrix.largest(part, hadamard=mask) for part in stack(moved, r)]
-        finite = [amax for amax in found if amax is not None]
-        if len(finite) == len(found):
-            return np.asarray(max(finite), np.float32)
-    return reference.compute_tensor_amax(moved, r, mask)
+    found = [matrix.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
+    finite = [amax for amax in found if amax is not None]
+    if not moved.size or len(finite) < len(found):
+        return reference.compute_tensor_amax(moved, r, mask)
+    parts = np.stack(finite)
+    parts = parts.max() if r.tensor_scaling in ("none", "tensor") else parts
+    return np.asarray(parts, np.float32).reshape(tensor_amax_shape(moved.shape, r))
 
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted

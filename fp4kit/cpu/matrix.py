@@ -193,9 +193,10 @@ def _encode(
     """Codes and scales of a matrix; gives the rows and columns of the units that are not done."""
     functions, _ = library()
     shape = Shape.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
-    tensor = TensorScale(*(np.ascontiguousarray(part.reshape(-1), np.float32) for part in above.tensor))
+    tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in above.tensor]
     step = max(part.size for part in tensor) > 1
-    tensor = TensorScale(*(np.ascontiguousarray(np.broadcast_to(part, x.shape[0] if step else 1)) for part in tensor))
+    if step:
+        tensor = [np.ascontiguousarray(np.broadcast_to(part, x.shape[0])) for part in tensor]
     factors, amax = (None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax))
     for rows, columns in shape.parts():
         unusual = np.zeros(shape.number(rows, columns), np.uint8)
@@ -249,6 +250,22 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
             tile = np.ascontiguousarray(x[rows], np.float32)
             out[rows.start // r.block_rows : -(-rows.stop // r.block_rows)] = specification.block_amax(tile, r)
     return out
+
+
+def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
+    """reference.quantize.tensor_amax; None where it is to be found otherwise: of NaN, infinities, rows of no whole grains."""
+    if r.tensor_scaling in ("none", "tensor"):
+        return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
+    size = r.block_size if r.tensor_scaling == "block" else GRAIN
+    if mask is not None or x.shape[1] % size or (size != 16 and size % GRAIN) or size > WIDTH:
+        return None
+    parts = []
+    for rows in _strips(x.shape):
+        blocks = np.empty((rows.stop - rows.start, x.shape[1] // size), np.float32)
+        if largest(x[rows], blocks, size) is None:
+            return None
+        parts.append(blocks if r.tensor_scaling == "block" else blocks.max(axis=1))
+    return np.concatenate(parts)
 
 
 def largest(

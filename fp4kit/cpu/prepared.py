@@ -15,7 +15,7 @@ import numpy as np
 
 from fp4kit.arithmetic import is_ieee
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu.dequantize import check_recipe, decode_call, table_of
+from fp4kit.cpu.dequantize import check_recipe, decode_call, is_worth_preparing, table_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, library, threads_for
@@ -111,7 +111,8 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     """The call that gave `values`, in its out or new; None where it would not be one call of the library."""
     r, one = q.recipe, q.tensor_scale is None or q.tensor_scale.size == 1
     rows = q.axis == len(q.shape) - 1 and q.scale_layout == "linear" and r.tensor_scaling in ("none", "tensor")
-    if not (one and rows and _is_whole(q.packed, q.block_scale, values)) or values.size > ELEMENTS_PER_CALL:
+    fits = values.size <= ELEMENTS_PER_CALL and is_worth_preparing(q)
+    if not (one and rows and fits and _is_whole(q.packed, q.block_scale, values)):
         return None
     try:
         check_recipe(r)
