@@ -53,7 +53,7 @@ def dequantize_matrix(
 
 
 def _is_worth_tables(r: Recipe, elements: int) -> bool:
-    """Whether a table for so many elements costs less than their own values. Without a tensor scale, one is made for all calls."""
+    """Whether a table for so many elements costs less than their values. Without a tensor scale, one is made for all calls."""
     return r.tensor_scaling == "none" or elements >= 2 * _entries(r) * (1 if r.scale is None else _SCALES)
 
 
