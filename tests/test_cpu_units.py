@@ -7,7 +7,7 @@ import pytest
 from cpu_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_units
 from everything import everything
 from exhaustive import by_default, exhaustive, half
-from inputs import BF16, ordinary
+from inputs import BF16, STOCHASTIC, ordinary
 
 import fp4kit
 from fp4kit.cpu import matrix
@@ -76,6 +76,16 @@ def test_every_operation_in_small_units(name, small_units):
         with fp4kit.specification():
             expected = list(everything(name, a))
         assert_equal(list(everything(name, a)), expected, name)
+
+
+@pytest.mark.parametrize("name", half(name for name in STOCHASTIC if name in COVERED))
+def test_random_bytes_follow_their_elements(name, small_units):
+    """Each unit takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both axes."""
+    x = ordinary(7, (2, 64, 1024))
+    random = np.random.default_rng(3).integers(0, 256, x.shape, np.uint8)
+    for axis in (-1, -2):
+        for seed in (0, 2**63 + 5, random):
+            agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=seed)
 
 
 @pytest.mark.parametrize("cases", [150, *exhaustive([3000])])
