@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cpu_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, covered
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, covered
 from everything import everything
 from exhaustive import exhaustive, half
 from inputs import BF16, NAMES, STOCHASTIC, ordinary

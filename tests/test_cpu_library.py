@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from cpu_cases import NEEDS_ENGINE, agree, assert_equal
+from engine_cases import NEEDS_ENGINE, agree, assert_equal
 from everything import everything
 from exhaustive import by_default
 from inputs import BF16, ordinary

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cpu_cases import NEEDS_ENGINE, assert_equal
+from engine_cases import NEEDS_ENGINE, assert_equal
 from exhaustive import exhaustive
 from inputs import ordinary
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cpu_cases import COVERED, NEEDS_ENGINE, assert_equal
+from engine_cases import COVERED, NEEDS_ENGINE, assert_equal
 from exhaustive import half
 from inputs import BF16, NAMES, ordinary
 from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny

@@ -31,7 +31,7 @@ import numpy as np, pytest
 from fp4kit.cpu import native
 native.__file__ = {folder!r} + "/native.py"
 import fp4kit
-from cpu_cases import assert_equal, shrink_units
+from engine_cases import assert_equal, shrink_units
 from everything import everything
 from fp4kit.evidence import fuzz
 from fp4kit.evidence.fuzz_cases import Pool

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from cpu_cases import NEEDS_ENGINE, agree, assert_equal
+from engine_cases import NEEDS_ENGINE, agree, assert_equal
 from exhaustive import exhaustive
 from inputs import BF16, ordinary
 from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cpu_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_units
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, assert_equal, counted, shrink_units
 from everything import everything
 from exhaustive import by_default, exhaustive, half
 from inputs import BF16, STOCHASTIC, ordinary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from cpu_cases import NEEDS_ENGINE, agree
+from engine_cases import NEEDS_ENGINE, agree
 from exhaustive import exhaustive
 
 import fp4kit

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cpu_cases import NEEDS_ENGINE
+from engine_cases import NEEDS_ENGINE
 from inputs import BF16, ordinary
 
 import fp4kit
