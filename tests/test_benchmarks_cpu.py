@@ -17,12 +17,12 @@ import fp4kit
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import bench_cpu  # noqa: E402
+import cpu_cases  # noqa: E402
 import cpu_ggml  # noqa: E402
 import cpu_peers  # noqa: E402
 import cpu_report  # noqa: E402
 import cpu_rows  # noqa: E402
 import cpu_sweep  # noqa: E402
-import engine_cases  # noqa: E402
 
 COMMITTED = BENCHMARKS / "results" / "cpu.json"
 
@@ -60,17 +60,17 @@ def test_parts_are_not_written_over_the_record(monkeypatch, capsys):
 
 def test_a_wrong_byte_is_found():
     x = ordinary(shape=(16, 64)).astype(BF16)
-    case = engine_cases.quantize("mxfp4-ocp", x)
-    engine_cases.check(case)
+    case = cpu_cases.quantize("mxfp4-ocp", x)
+    cpu_cases.check(case)
 
     def wrong():
         case.target.packed[3, 1] ^= 1
         return case.target
 
     with pytest.raises(AssertionError, match=r"packed: \d+ of 512 differ"):
-        engine_cases.check(case._replace(into=wrong))
+        cpu_cases.check(case._replace(into=wrong))
     with pytest.raises(AssertionError, match=r"packed: 1 of 512 differ, first at \(3, 1\)"):
-        engine_cases.check(case._replace(into=lambda: (fp4kit.quantize(x, "mxfp4-ocp", out=case.target), wrong())[1]))
+        cpu_cases.check(case._replace(into=lambda: (fp4kit.quantize(x, "mxfp4-ocp", out=case.target), wrong())[1]))
 
 
 def test_calls_take_turns_and_slow_ones_fewer():
