@@ -59,6 +59,11 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return found
 
 
+def always_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of small arrays are looked up, too: the specification would be quicker than tables for them."""
+    monkeypatch.setattr(dequantize, "_is_worth_tables", lambda recipe, elements: True)
+
+
 def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays have many units, calls of the library, pieces and threads."""
     for module in (matrix, dequantize):
@@ -71,6 +76,7 @@ def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "PIECE", 200)
     monkeypatch.setattr(native, "_default", [3])
+    always_tables(monkeypatch)
     monkeypatch.setattr(repeat, "_CALLS", {})  # calls that are kept have larger units
     matrix.kernels_of.cache_clear()  # which kernels a block has depends on the width
 

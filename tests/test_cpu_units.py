@@ -21,6 +21,9 @@ pytestmark = NEEDS_ENGINE
 FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te-2d", "int8-modelopt-channel", "nvfp4-te-rowscaled")
 
 
+QUARTER = half(COVERED[::2]) + exhaustive(COVERED[1::2])
+
+
 @pytest.fixture
 def small_units(monkeypatch):
     shrink_units(monkeypatch)
@@ -54,7 +57,7 @@ def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
 # ---- small units ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", by_default(FEW, COVERED))
+@pytest.mark.parametrize("name", by_default(("nvfp4-te-2d", "mxfp8-te-2d", "int8-modelopt-channel"), COVERED))
 @pytest.mark.parametrize("dtype", [*FLOATS[:1], *exhaustive(FLOATS[1:])], ids=str)
 def test_views_in_small_units(name, dtype, small_units):
     whole = ordinary(6, (128, 256), dtype)
@@ -88,12 +91,12 @@ def test_random_bytes_follow_their_elements(name, small_units):
             agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=seed)
 
 
-@pytest.mark.parametrize("cases", [150, *exhaustive([3000])])
+@pytest.mark.parametrize("cases", [100, *exhaustive([3000])])
 def test_drawn_calls_in_small_units(cases, small_units):
     check_drawn(cases, Pool(largest=1 << 12))
 
 
-@pytest.mark.parametrize("cases", [150, *exhaustive([3000])])
+@pytest.mark.parametrize("cases", [100, *exhaustive([3000])])
 def test_drawn_calls(cases):
     check_drawn(cases, Pool(largest=1 << 14))
 
@@ -113,7 +116,7 @@ SPECIAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", half(COVERED))
+@pytest.mark.parametrize("name", QUARTER)
 def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
     """Its unit falls to the specification where it must, and its neighbours do not; every byte is right."""
     r = RECIPES[name]
@@ -131,7 +134,7 @@ def test_a_special_element_in_one_unit(name, small_units, monkeypatch):
         agree(fp4kit.fake_quantize, x, name)
 
 
-@pytest.mark.parametrize("name", half(COVERED))
+@pytest.mark.parametrize("name", QUARTER)
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_factors_of_no_use_in_some_units(name, dtype, small_units):
     """Blocks of zeros, of subnormals, of the largest values, alone and beside ordinary ones; under many tensor amaxes."""

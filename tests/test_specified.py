@@ -49,6 +49,7 @@ def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
 
 
 def test_helpers_of_tests_have_names_of_their_own():
-    """Folders of tests are searched for imports in turn: of two files of one name, one hides the other."""
-    names = [path.stem for path in TESTS.rglob("*.py") if path.parent.name != "host" and path.stem != "conftest"]
+    """Folders of tests, and benchmarks, are searched for imports in turn: of two files of one name, one hides the other."""
+    files = [path for path in TESTS.rglob("*.py") if path.parent.name != "host"] + [*(TESTS.parent / "benchmarks").glob("*.py")]
+    names = [path.stem for path in files if path.stem != "conftest"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
