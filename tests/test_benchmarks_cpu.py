@@ -37,6 +37,7 @@ def found_bars(*rows, loops=None, sweep=None):
     return {bar.text.partition(":")[0]: bar for bar in cpu_rows.bars(list(rows), loops or {}, sweep)}
 
 
+@pytest.mark.exhaustive
 def test_a_quick_run_writes_record_and_table(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     quick = ["--quick", "--no-peers", "--size", "64", "--output", str(tmp_path), "--only", "first", "loops", "sweep", "small"]

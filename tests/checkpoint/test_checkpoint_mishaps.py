@@ -250,6 +250,7 @@ def test_all_zeros() -> None:
     assert not found(stored(weights(), "mxfp4-ocp"), weights()).blank
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FEW)
 def test_unrelated_data_is_not_explained(name) -> None:
     x = weights(9)
@@ -328,6 +329,7 @@ def test_the_other_half_of_a_pair() -> None:
         assert_found(found(rest, up, other=gate, second=True), name, "interleaved rows (gate and up) are stacked")
 
 
+@pytest.mark.exhaustive
 def test_an_amax_of_a_group() -> None:
     """Known or implied; where the tensor scale is wrong, it must be known."""
     x = weights(17)
@@ -385,6 +387,7 @@ def test_stochastic_rounding_and_transforms_are_told() -> None:
 FAULTS = [None, *PACKED, *ANY]
 
 
+@pytest.mark.exhaustive
 @given(
     st.sampled_from(TESTED), st.integers(1, 70), st.integers(1, 7), st.sampled_from(FAULTS), st.integers(0, 2**32), st.booleans()
 )

@@ -89,6 +89,7 @@ def test_what_was_done_to_files_is_named(tmp_path, words, form):
     assert "nvfp4-modelopt" in verdict.recipes and words in (verdict.mishap or ""), str(verdict)
 
 
+@pytest.mark.exhaustive
 def test_another_source_explains_nothing(tmp_path):
     tensors = synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out")

@@ -139,6 +139,7 @@ def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: Verif
     assert len(told) == 2 and all("Content Security Policy" in text for text in told)  # the script and the picture
 
 
+@pytest.mark.exhaustive
 @needs_browser
 def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     """18,432 layers of experts: the table sorts in less than 5 s, and charts have few points."""

@@ -249,6 +249,7 @@ def test_100_000_names_take_less_than_a_second() -> None:
     assert len(modules) > 100_000 and min(seconds) < 1
 
 
+@pytest.mark.exhaustive
 def test_100_000_names_of_megatron_take_less_than_a_second() -> None:
     names = [f"decoder.layers.{i}.mlp.experts.linear_fc{n}.weight{e}" for i in range(61) for e in range(550) for n in (1, 2)]
     seconds = []

@@ -86,6 +86,7 @@ def spread(moments: list[str], count: int) -> list[int]:
     return [int(last) for last in (*start, *rest)]
 
 
+@pytest.mark.exhaustive
 def test_signals_at_many_moments(model: Path, moments: list[str], tmp_path: Path) -> None:
     signals = list(CODES)
     for i, last in enumerate(spread(moments, 9)):
