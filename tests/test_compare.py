@@ -11,6 +11,7 @@ from math import lcm
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 from inputs import INPUTS, NAMES, ordinary
 
 import fp4kit
@@ -178,7 +179,7 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
     assert same.equal and same.sqnr == np.inf and same.max_error == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", half(NAMES))
 @pytest.mark.parametrize("small_boxes", [40, 1000], indirect=True)
 def test_quantized_in_boxes(small_boxes, name) -> None:
     """Any recipe, axis, layout and amax is read box by box as it is read whole."""

@@ -59,7 +59,7 @@ def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
 # ---- views --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize("pair", half(PAIRS), ids=str)
 def test_views(pair):
     name, dtype = pair
     for view, of in VIEWS.items():

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
-from exhaustive import exhaustive
+from exhaustive import exhaustive, half
 from host import cupy_on_host
 
 from fp4kit.evidence import fuzz, fuzz_check
@@ -65,7 +65,7 @@ def all_is_equal() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
-@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("name", half(POOLS))
 def test_drawn_calls(name, cases):
     """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():

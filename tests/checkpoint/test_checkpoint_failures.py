@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import half
 from kill_points import files_of
 from synthetic import refused
 
@@ -77,7 +78,7 @@ ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryE
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", half(PLACES))
 def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
     """A verdict on the model leaves nothing; anything else leaves what can be gone on with."""
     synthetic.bert(tmp_path / "m")

@@ -236,6 +236,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     return len(sharing.shared_amax_groups(taken))
 
 
+@pytest.mark.exhaustive
 def test_100_000_names_take_less_than_a_second() -> None:
     """Of a CPU, with all rules, patterns and sharing; the best of three, since other work may disturb one."""
     modules = _big_model()

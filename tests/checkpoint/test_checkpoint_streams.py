@@ -34,7 +34,7 @@ def large(folder: Path) -> Path:
 
 @pytest.mark.parametrize("size", [0, 5000, *exhaustive([1, 70000])])
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
-@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("unbuffered", ["", *exhaustive(["1"])])
 def test_a_reader_that_goes_away(tmp_path: Path, size: int, options: list[str], unbuffered: str) -> None:
     process = command("inspect", large(tmp_path), *options, text=False, env=environment(PYTHONUNBUFFERED=unbuffered))
     assert process.stdout is not None and process.stderr is not None

@@ -10,6 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import synthetic
+from exhaustive import exhaustive
 from oracle import load
 from synthetic import refused
 
@@ -63,7 +64,7 @@ def with_unusual(tmp_path: Path, dtype: Any) -> synthetic.Tensors:
     return tensors
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float16, np.float32])])
 @pytest.mark.parametrize(
     ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp8-te", "compressed-tensors")]
 )
