@@ -3,7 +3,7 @@
     python benchmarks/bench_checkpoint.py [--gb 2] [--workers 2] [--recipe nvfp4-te] [--repeat 3] [--folder DIR] [--json FILE]
 
 A Llama-like model of bfloat16 normal values is generated in the folder (kept for the next run). A run plans it, converts it with
-so many worker processes and removes the result. Beside it, in as many processes, fp4kit.quantize runs on the same arrays, which
+so many workers and removes the result. Beside it, in as many processes, fp4kit.quantize runs on the same arrays, which
 are in memory before the clock starts: overhead = conversion / that - 1, by the clock and in seconds of processors. The conversion
 includes plan, start of processes, reading, measuring, writing, fsync and SHA-256. Both are medians of runs that take turns; files
 of the model are in the page cache.
