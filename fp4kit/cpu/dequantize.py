@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.keys import WIDTH, not_decoded
 from fp4kit.cpu.matrix import UNIT
-from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, library, threads_for
+from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, functions, threads_for
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference import dequantize as specification
@@ -23,9 +23,7 @@ _ONE = np.float32(1).tobytes()
 
 def check_recipe(r: Recipe) -> None:
     """Raise Declined for one that needs a table for each of many rows or blocks."""
-    functions, why = library()
-    if functions is None:
-        raise Declined(f"the compiled engine is not there: {why}")
+    functions()
     if (reason := not_decoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
 
@@ -130,4 +128,4 @@ def _look_up(packed: np.ndarray, scales: np.ndarray | None, r: Recipe, table: np
         call.table_step = table.strides[0] if own else 0
         rows = table[cut] if own else table
         addresses = (None if a is None else a.ctypes.data for a in (codes, linear, rows, values))
-        library().functions.fp4kit_dequantize(ctypes.byref(call), *addresses, threads_for(values.size))
+        functions().fp4kit_dequantize(ctypes.byref(call), *addresses, threads_for(values.size))

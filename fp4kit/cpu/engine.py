@@ -16,7 +16,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import matrix, partial
 from fp4kit.cpu.keys import not_faked
-from fp4kit.cpu.native import library
+from fp4kit.cpu.native import functions
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference import engine as reference
@@ -46,7 +46,6 @@ def quantize(call: Call) -> Quantized:
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     """quantize of the rowwise and of the columnwise call."""
-    _check(row)
     return quantize(row), quantize(column)
 
 
@@ -117,8 +116,7 @@ def _cut(call: Call, index: Any) -> Call:
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """reference.engine.transpose."""
-    if library().functions is None:
-        raise Declined("the compiled engine is not there")
+    functions()
     return reference.transpose(packed, scales, q, matrix.transpose_codes)
 
 
@@ -154,7 +152,8 @@ def amax(call: Call) -> np.ndarray:
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """reference.engine.plain_amax."""
-    if axis is not None or not x.size or library().functions is None:
+    functions()
+    if axis is not None or not x.size:
         raise Declined("the specification reduces along axes")
     matrix.check_array(x)
     found = matrix.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))

@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, not_encoded, rule_key
-from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, library, threads_for
+from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.reference import quantize as specification
@@ -43,14 +43,12 @@ class Kernels(NamedTuple):
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
     """Those of a recipe. Raises Declined where the library has not all of them."""
-    functions, why = library()
-    if functions is None:
-        raise Declined(f"the compiled engine is not there: {why}")
+    found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
     block, key = r.block_size if r.block else GRAIN, rule_key(r)
-    rule = -1 if key is None else functions.fp4kit_rule(key.encode())
-    element = functions.fp4kit_element(element_key(r).encode())
+    rule = -1 if key is None else found.fp4kit_rule(key.encode())
+    element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and rule < 0):
         raise Declined(f"the compiled engine does not have the arithmetic of {r.id}")
     return Kernels(rule, element, block, r.block_rows)
@@ -191,7 +189,6 @@ def _encode(
     x: np.ndarray, r: Recipe, kernels: Kernels, above: _Scales, packed: np.ndarray, scales: np.ndarray | None, options: Options
 ) -> Iterator[tuple[slice, slice]]:
     """Codes and scales of a matrix; gives the rows and columns of the units that are not done."""
-    functions, _ = library()
     shape = Shape.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in above.tensor]
     step = max(part.size for part in tensor) > 1
@@ -214,7 +211,7 @@ def _encode(
             _address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule, kernels.element, kernels.block,
             kernels.block_rows, threads_for(cut.size),
         )  # fmt: skip
-        functions.fp4kit_encode(ctypes.byref(call))
+        functions().fp4kit_encode(ctypes.byref(call))
         if unusual.any():
             yield from (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag)
 
@@ -272,7 +269,6 @@ def largest(
     x: np.ndarray, out: np.ndarray | None = None, block: int = GRAIN, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
     """The largest magnitude of a matrix; None where one is NaN or infinite. out: those of its blocks, if all are finite."""
-    functions, _ = library()
     shape = Shape.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     kind, most = INPUTS[x.dtype], 0
     for rows, columns in shape.parts():
@@ -282,7 +278,7 @@ def largest(
             _source(cut, hadamard), _address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
             kind, block, block_rows, threads_for(cut.size),
         )  # fmt: skip
-        most = max(most, functions.fp4kit_amax(ctypes.byref(call)))
+        most = max(most, functions().fp4kit_amax(ctypes.byref(call)))
     bits, infinity = _BITS[kind]
     return np.float32(np.array(most, bits).view(x.dtype)) if most < infinity else None
 
@@ -295,7 +291,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     stored, four = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)
-    library().functions.fp4kit_transpose(_address(stored), _address(out), M, K, int(four), threads_for(M * K))
+    functions().fp4kit_transpose(_address(stored), _address(out), M, K, int(four), threads_for(M * K))
     return out
 
 

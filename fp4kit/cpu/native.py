@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp4kit.arguments import as_index
+from fp4kit.call.parse import Declined
 from fp4kit.cpu.digest import digest
 from fp4kit.reference.arith import reciprocal_table
 
@@ -32,7 +33,7 @@ class Source(ctypes.Structure):
 
 
 class EncodeCall(ctypes.Structure):
-    """Of fp4kit_encode; see source/engine.cpp."""
+    """Of fp4kit_encode; see source/encoder.h."""
 
     _fields_ = [
         ("x", Source),
@@ -115,6 +116,14 @@ def library() -> Library:
         return Library(None, str(error))
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
     return Library(functions, level)
+
+
+def functions() -> Any:
+    """The library's functions. Raises Declined where there is no library."""
+    found, why = library()
+    if found is None:
+        raise Declined(f"the compiled engine is not there: {why}")
+    return found
 
 
 def set_num_threads(count: int) -> None:
