@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 
 
+_PARAMETER = type(pytest.param())
+
+
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
-    """The cases as parameters that only an exhaustive run takes."""
-    return [pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
+    """The cases as parameters that only an exhaustive run takes; a case that is such a parameter stays one."""
+    return [case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases]
 
 
 def half(cases: Iterable[Any]) -> list[Any]:
