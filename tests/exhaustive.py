@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-
 _PARAMETER = type(pytest.param())
 
 
