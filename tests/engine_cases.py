@@ -60,8 +60,8 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def always_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of small arrays are looked up, too: the specification would be quicker than tables for them."""
-    monkeypatch.setattr(dequantize, "_is_worth_tables", lambda recipe, elements: True)
+    """Values of small arrays are looked up in tables of all scales, too, which are worth it for large ones."""
+    monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
 
 
 def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "WIDTH", 128)  # the longest block
     monkeypatch.setattr(matrix, "TILE_COLUMNS", 32)
     monkeypatch.setattr(matrix, "TILE_ROWS", 4)
-    for module in (matrix, dequantize, native):
+    for module in (matrix, native):
         monkeypatch.setattr(module, "ELEMENTS_PER_CALL", 300)
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "PIECE", 200)
@@ -86,14 +86,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the parts that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
-        for name in ("quantize_matrix", "encode_matrix"):
-            right = getattr(matrix.specification, name)
+        for module, name in ((matrix, "quantize_matrix"), (matrix, "encode_matrix"), (dequantize, "dequantize_matrix")):
+            right = getattr(module.specification, name)
 
             def counts(x: np.ndarray, *arguments: Any, right: Callable[..., None] = right) -> None:
                 shapes.append(x.shape)
                 right(x, *arguments)
 
-            patch.setattr(matrix.specification, name, counts)
+            patch.setattr(module.specification, name, counts)
         yield shapes
 
 

@@ -53,6 +53,8 @@ def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
             q = fp4kit.quantize(x, name)
             fp4kit.quantize(x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
             fp4kit.fake_quantize(x, name)
+            for target in FLOATS:
+                fp4kit.dequantize(q, target)
         assert shapes == [], dtype
 
 

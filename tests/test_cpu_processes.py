@@ -19,7 +19,7 @@ from inputs import ordinary
 
 import fp4kit
 from fp4kit.call import repeat
-from fp4kit.cpu import dequantize, engine, matrix, native
+from fp4kit.cpu import engine, matrix, native, prepared
 
 pytestmark = NEEDS_ENGINE
 
@@ -102,7 +102,7 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     }[function]
     expected = call()
     with monkeypatch.context() as patch:
-        for module in (matrix, dequantize, native):
+        for module in (matrix, prepared, native):
             patch.setattr(module, "ELEMENTS_PER_CALL", 1 << 10)
         patch.setattr(engine, "PIECE", 1 << 12)
         patch.setattr(repeat, "_CALLS", {})

@@ -58,12 +58,14 @@ def test_other_values(name, dtype):
         assert_equal(fp4kit.quantize(x, name), q, "new")
         assert fp4kit.quantize(x, name, out=out) is out
         assert_equal(out, q, "out")
+        assert_equal(fp4kit.fake_quantize(x, name), SPECIFICATION.apply(fp4kit.fake_quantize, x, name), "fake")
         for target in FLOATS:
             assert_equal(fp4kit.dequantize(q, target), SPECIFICATION.apply(fp4kit.dequantize, q, target), f"{target}")
         assert fp4kit.dequantize(q, np.float32, out=values) is values
         assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
     covered = name in COVERED and RECIPES[name].tensor_scaling in ("none", "tensor")
     assert len(kept("quantize")) == 2 * covered
+    assert len(kept("fake_quantize")) == (covered and RECIPES[name].fake_rule is None)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "int8-modelopt"])

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, agree
-from exhaustive import exhaustive
+from exhaustive import by_default, exhaustive
 
 import fp4kit
+from fp4kit.cpu import dequantize
 from fp4kit.evidence import selftest
 from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import FLOATS
+from fp4kit.layouts import packed
 from fp4kit.recipes import RECIPES
+from fp4kit.reference import dequantize as reference_dequantize
+from fp4kit.reference.scaling import TensorScale
 
 pytestmark = NEEDS_ENGINE
 NAMES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
 NAMES += ("nvfp4-flashinfer", "nvfp4-torchao", "mxfp4-torchao-rceil", "mxfp4-torchao-even")
 NAMES += ("mxfp6-torchao-floor-e2m3", "mxfp8-te-e5m2")
 SIXTEEN = FLOATS[1:]
+WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 
 
 def anchors(r, dtype):
@@ -66,3 +74,34 @@ def test_every_value_of_16_bits_without_blocks(name, dtype):
     for amax in (1e-38, 2.0**-24, 0.7, 3.0, 127.0, 448.0, 6e4, 3e38):
         q = agree(fp4kit.quantize, x, name, tensor_amax=amax)
         agree(fp4kit.dequantize, q)
+
+
+@pytest.mark.parametrize("tables_from", [0, 1 << 20], ids=["tables of all scales", "a table a block"])
+@pytest.mark.parametrize("name", by_default(("nvfp4-te", "mxfp8-te-e5m2", "int4-qat", "fp8-modelopt-channel"), WITH_CODES))
+def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_from, monkeypatch):
+    """NaN patterns included. amax -1 stands for a tensor scale that no amax gives."""
+    monkeypatch.setattr(dequantize, "TABLES_FROM", tables_from)
+    r = RECIPES[name]
+    stored, scales, length = every_code(r)
+    amaxes = (-1, *ATTACKS) if r.tensor_rule else (1,)
+    for dtype in FLOATS:
+        for decode, amax in itertools.product(ATTACKS if r.tensor_rule else (1,), amaxes):
+            tensor = TensorScale(*(np.float32([part]) for part in (0.7, decode, amax)))
+            found, expected = np.empty((2, len(stored), length), dtype)
+            with np.errstate(all="ignore"):
+                dequantize.dequantize_matrix(stored, scales, r, tensor, found)
+                reference_dequantize.dequantize_matrix(stored, scales, r, tensor, expected)
+            assert_same_bits(found, expected, f"{name} to {dtype}, decode {decode}, amax {amax}")
+
+
+ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-5)
+
+
+def every_code(r):
+    """Packed codes and scale codes of a matrix, each row of which has all codes under one scale code; and its columns."""
+    count = 1 << r.element.packing.stored_bits
+    length = -(-count // r.block_size) * r.block_size if r.block else count
+    rows = 1 if r.scale is None else 256
+    codes = np.tile((np.arange(length) % count).astype(np.uint8), (rows, 1))
+    scales = None if r.scale is None else np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, 1)
+    return packed(codes, r.element.packing), scales, length

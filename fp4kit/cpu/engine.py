@@ -62,14 +62,14 @@ def _check(call: Call) -> None:
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """reference.engine.dequantize."""
-    decoding.check_recipe(q.recipe)
+    decoding.decoder_of(q.recipe)
     return reference.dequantize(q, dtype, out, _MATRICES)
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
     """reference.engine.requantize."""
-    decoding.check_recipe(q.recipe)
-    decoding.check_recipe(target)
+    decoding.decoder_of(q.recipe)
+    decoding.decoder_of(target)
     matrix.kernels_of(target)
     return reference.requantize(q, target, _MATRICES)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.keys import element_key, rule_key, tensor_key
-from fp4kit.cuda.traits import format_struct
-from fp4kit.formats import ElementFormat
+from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key
+from fp4kit.cuda.traits import decode_rule, format_struct
+from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.table import recipe
 
@@ -22,10 +22,11 @@ PATH = Path(__file__).parent / "source" / "recipes.inc"
 def text() -> str:
     """The file."""
     table = [recipe(name) for name in recipes()]
-    formats = {f.name: f for r in table for f in (r.element, r.scale) if f is not None}
+    formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
+    decodes = {decode_key(r): r for r in reversed(table)}
     return "\n".join(
         [
             "// Written by cpu/generate.py from the recipes of the table.",
@@ -34,9 +35,11 @@ def text() -> str:
             *_structs("Rule", rules, _rule),
             *_structs("Tensor", tensors, _tensor),
             *_structs("Element", elements, _element),
+            *_structs("Decode", decodes, _decode),
             _list("FP4KIT_RULES", "FP4KIT_RULE", "Rule", rules),
             _list("FP4KIT_TENSORS", "FP4KIT_TENSOR", "Tensor", tensors),
             _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
+            _list("FP4KIT_DECODES", "FP4KIT_DECODE", "Decode", decodes),
             "",
         ]
     )
@@ -76,6 +79,16 @@ def _element(r: Recipe) -> list[str]:
         f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
         f"static constexpr Sign kSign = Sign::{r.sign};",
         *(f"static constexpr bool {name} = {_bool(value)};" for name, value in flags.items()),
+    ]
+
+
+def _decode(r: Recipe) -> list[str]:
+    return [
+        f"using Element = {_format(r.element)};",
+        f"using Scale = {_format(r.scale or E4M3)};",
+        f"using DecodeRule = {decode_rule(r)};",
+        f"static constexpr int kScaleMax = {r.scale_max};",
+        f"static constexpr bool kHasScales = {_bool(r.scale is not None)};",
     ]
 
 

@@ -101,7 +101,8 @@ def _source(x: np.ndarray, hadamard: int | None = None) -> Source:
     return Source(x.ctypes.data, *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
-def _address(a: np.ndarray | None) -> int | None:
+def address(a: np.ndarray | None) -> int | None:
+    """Of an array's first element; None for none."""
     return None if a is None else a.ctypes.data
 
 
@@ -135,9 +136,9 @@ def quantize_matrix(
         own = tensor.decode if recipe.apply == "divide" else tensor.encode
         above = _Scales(TensorScale(*(part[:1, :1] for part in tensor)), options.block_amax, own)
     for rows, columns in _encode(x, recipe, kernels_of(recipe), above, packed, scales, options):
-        blocks = _blocks(columns, recipe)
+        blocks = blocks_of(columns, recipe)
         specification.quantize_matrix(
-            x[rows, columns], recipe, _cut(amax, rows, blocks), packed[rows, _bytes(columns, recipe)],
+            x[rows, columns], recipe, _cut(amax, rows, blocks), packed[rows, bytes_of(columns, recipe)],
             None if scales is None else scales[rows, blocks], cut_options(options, rows, columns, recipe),
         )  # fmt: skip
 
@@ -165,11 +166,11 @@ def _encode_rows(
 ) -> None:
     above = _given_scales(x, r, tensor, scales)
     for rows, columns in _encode(x, r, kernels, above, packed, None, options):
-        blocks = _blocks(columns, r)
+        blocks = blocks_of(columns, r)
         part = tensor.columns(r).cut(rows, blocks)
         specification.encode_matrix(
             x[rows, columns], r, part if r.tensor_scaling == "block" else TensorScale(*(p[:, 0] for p in part)),
-            None if scales is None else scales[rows, blocks], packed[rows, _bytes(columns, r)],
+            None if scales is None else scales[rows, blocks], packed[rows, bytes_of(columns, r)],
             cut_options(options, rows, columns, r),
         )  # fmt: skip
 
@@ -197,18 +198,18 @@ def _encode(
     factors, amax = (None if a is None else np.ascontiguousarray(a, np.float32) for a in (above.factors, above.block_amax))
     for rows, columns in shape.parts():
         unusual = np.zeros(shape.number(rows, columns), np.uint8)
-        given = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), _blocks(columns, r)
+        given = slice(rows.start // kernels.block_rows, -(-rows.stop // kernels.block_rows)), blocks_of(columns, r)
         cut_factors, cut_amax = (None if a is None else a[given] for a in (factors, amax))
         cut_tensor = [part[rows] if step else part for part in tensor]
-        codes, cut = packed[rows, _bytes(columns, r)], x[rows, columns]
-        scale_rows = None if scales is None else scales[rows, _blocks(columns, r)]
+        codes, cut = packed[rows, bytes_of(columns, r)], x[rows, columns]
+        scale_rows = None if scales is None else scales[rows, blocks_of(columns, r)]
         random = _Bytes.of(options.random, rows, columns)
         call = EncodeCall(
-            _source(cut, options.hadamard), *map(_address, cut_tensor), int(step), _address(cut_amax), _address(cut_factors),
+            _source(cut, options.hadamard), *map(address, cut_tensor), int(step), address(cut_amax), address(cut_factors),
             next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0),
-            _address(random.array), 0 if random.array is None else random.array.strides[0], *random[1:],
-            _address(codes), _address(scale_rows), codes.strides[0], 0 if scale_rows is None else scale_rows.strides[0],
-            _address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule, kernels.element, kernels.block,
+            address(random.array), 0 if random.array is None else random.array.strides[0], *random[1:],
+            address(codes), address(scale_rows), codes.strides[0], 0 if scale_rows is None else scale_rows.strides[0],
+            address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule, kernels.element, kernels.block,
             kernels.block_rows, threads_for(cut.size),
         )  # fmt: skip
         functions().fp4kit_encode(ctypes.byref(call))
@@ -275,7 +276,7 @@ def largest(
         cut = x[rows, columns]
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
         call = AmaxCall(
-            _source(cut, hadamard), _address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
+            _source(cut, hadamard), address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
             kind, block, block_rows, threads_for(cut.size),
         )  # fmt: skip
         most = max(most, functions().fp4kit_amax(ctypes.byref(call)))
@@ -291,7 +292,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     stored, four = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)
-    functions().fp4kit_transpose(_address(stored), _address(out), M, K, int(four), threads_for(M * K))
+    functions().fp4kit_transpose(address(stored), address(out), M, K, int(four), threads_for(M * K))
     return out
 
 
@@ -304,11 +305,13 @@ def _strips(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
 
-def _blocks(columns: slice, r: Recipe) -> slice:
+def blocks_of(columns: slice, r: Recipe) -> slice:
+    """The blocks of some columns."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
-def _bytes(columns: slice, r: Recipe) -> slice:
+def bytes_of(columns: slice, r: Recipe) -> slice:
+    """The bytes that hold the codes of some columns."""
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
@@ -323,7 +326,7 @@ def cut_options(options: Options, rows: slice, columns: slice, r: Recipe) -> Opt
     """The options of some rows and columns of a matrix."""
     amax, random = options.block_amax, options.random
     if amax is not None:
-        amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), _blocks(columns, r)]
+        amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]
     if isinstance(random, Given):
         random = Given(random.bytes[rows, columns])
     elif isinstance(random, Stream):

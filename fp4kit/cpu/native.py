@@ -65,14 +65,16 @@ class AmaxCall(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """Of fp4kit_decode."""
+    """Of fp4kit_decode; see source/engine.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("packed", "scales", "table")),
-        ("table_step", c_int64),
+        *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
+        *((name, c_int64) for name in ("row_step", "block_step")),
         ("out", c_void_p),
-        *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "height", "width")),
-        *((name, c_int32) for name in ("itemsize", "four", "block", "threads")),
+        *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "out_step")),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width", "tables_from")),
+        *((name, c_int32) for name in ("decoder", "kind", "block", "threads")),
     ]
 
 
@@ -93,9 +95,11 @@ def _load(level: str) -> Any:
         ("digest", c_char_p, []), ("level", c_char_p, []), ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
         ("tensor", c_int, [c_char_p]),
         ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
-        ("amax", c_uint32, [POINTER(AmaxCall)]), ("decode", None, [POINTER(DecodeCall)]),
+        ("amax", c_uint32, [POINTER(AmaxCall)]), ("decoder", c_int, [c_char_p]),
         ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 5, c_int32, c_int32]),
-        ("dequantize", None, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
+        ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), c_void_p, c_void_p, c_int32, c_int32]),
+        ("decode", None, [POINTER(DecodeCall)]),
+        ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")

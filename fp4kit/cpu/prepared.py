@@ -1,7 +1,7 @@
 """Calls on NumPy arrays as call/repeat.py keeps them: one call of the library, which is told the addresses alone.
 
-Those of quantize and dequantize on whole contiguous arrays are kept. What holds NaN or infinities goes the full way, and so does
-a call in a thread whose arithmetic is not IEEE's.
+Those of quantize, dequantize and fake_quantize on whole contiguous arrays are kept. What holds NaN or infinities goes the full
+way, and so does a call in a thread whose arithmetic is not IEEE's.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu.dequantize import check_recipe, decode_call, is_worth_preparing, table_of
+from fp4kit.cpu.dequantize import decode_call, tensor_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
-from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, library, threads_for
+from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
 
@@ -63,28 +63,79 @@ def _is_whole(*arrays: Any) -> bool:
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
-def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """What repeats a call that went the full way; None where it would not be one call of the library."""
-    r, out, plain = call.recipe, call.out, call.random is None and call.mask is None and call.block_amax is None
+class _Like(NamedTuple):
+    """What the calls of a kind share: the matrix and its kernels, and the index of the tensor rule, -1 without."""
+
+    call: EncodeCall
+    tensor: int
+
+
+def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
+    """That of a call on the rows of a whole array, None where it would not be one call of the library."""
+    r, plain = call.recipe, call.random is None and call.mask is None and call.block_amax is None and call.tensor_amax is None
     rows = call.axis == call.x.ndim - 1 and (call.x.ndim <= 2 or r.block_rows == 1)
-    parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
-    one = call.layout == "linear" and call.tensor_amax is None and r.tensor_scaling in ("none", "tensor")
-    if both or not (plain and rows and one and _is_whole(call.x, *parts)) or call.x.size > ELEMENTS_PER_CALL:
+    one = r.tensor_scaling in ("none", "tensor")
+    if not (plain and rows and one and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
         return None
+    key = tensor_key(r)
     try:
+        found = functions()
+        tensor = -1 if key is None else found.fp4kit_tensor(key.encode())
         kernels = kernels_of(r)
         check_array(call.x)
     except Declined:
         return None
-    key, functions = tensor_key(r), library().functions
-    tensor = -1 if key is None else functions.fp4kit_tensor(key.encode())
     if key is not None and tensor < 0:
         return None
-    shape = call.x.shape
+    return _Like(encode_call(call.x.reshape(-1, call.x.shape[-1]), kernels, packed_step, scales_step), tensor)
+
+
+def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
+    """What repeats a call that went the full way; None where it would not be one call of the library."""
+    r, out, shape = call.recipe, call.out, call.x.shape
+    parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
+    if both or call.layout != "linear" or not _is_whole(*parts):
+        return None
     packed, scales = packed_shape(shape, r), None if r.scale is None else scale_shape(shape, r)
-    like = encode_call(call.x.reshape(-1, shape[-1]), kernels, packed[-1], 0 if scales is None else scales[-1])
+    like = _like(call, packed[-1], 0 if scales is None else scales[-1])
+    if like is None:
+        return None
     fields = {"shape": shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
-    return QuantizeCall(like, tensor, call.x.size, packed, scales, fields, functions.fp4kit_quantize)
+    return QuantizeCall(*like, call.x.size, packed, scales, fields, functions().fp4kit_quantize)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeQuantizeCall:
+    """fake_quantize along rows, by codes and with nearest rounding."""
+
+    like: _Like
+    values: DecodeCall
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    size: int
+    library: Callable[..., int]
+
+    def __call__(self, x: np.ndarray, given: None) -> np.ndarray | None:
+        if not is_ieee():
+            return None
+        out = np.empty(self.shape, self.dtype)
+        like, tensor = self.like
+        undone = self.library(like, self.values, x.ctypes.data, out.ctypes.data, tensor, threads_for(self.size))
+        return None if undone else out
+
+
+def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
+    """What repeats the call that gave `values`."""
+    r, shape = call.recipe, call.x.shape
+    like = None if r.fake_rule is not None else _like(call, 0, 0)
+    if like is None:
+        return None
+    try:
+        found = functions().fp4kit_fake_quantize
+        decode = decode_call(np.reshape(values, (-1, shape[-1])), r, 0, None if r.scale is None else 0)
+    except Declined:
+        return None
+    return FakeQuantizeCall(like, decode, shape, call.x.dtype, call.x.size, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,36 +146,35 @@ class DequantizeCall:
     shape: tuple[int, ...]
     dtype: np.dtype
     size: int
-    library: Callable[..., None]
+    library: Callable[..., int]
 
     def __call__(self, q: Quantized, out: np.ndarray | None) -> np.ndarray | None:
         if not is_ieee():
             return None
         values = np.empty(self.shape, self.dtype) if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
-        table = table_of(q, self.dtype)
-        self.library(self.like, q.packed.ctypes.data, scales, table.ctypes.data, values.ctypes.data, threads_for(self.size))
-        return values
+        tensor = tensor_of(q).ctypes.data
+        undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads_for(self.size))
+        return None if undone else values
 
 
 def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     """The call that gave `values`, in its out or new; None where it would not be one call of the library."""
     r, one = q.recipe, q.tensor_scale is None or q.tensor_scale.size == 1
     rows = q.axis == len(q.shape) - 1 and q.scale_layout == "linear" and r.tensor_scaling in ("none", "tensor")
-    fits = values.size <= ELEMENTS_PER_CALL and is_worth_preparing(q)
-    if not (one and rows and fits and _is_whole(q.packed, q.block_scale, values)):
+    if not (one and rows and values.size <= ELEMENTS_PER_CALL and _is_whole(q.packed, q.block_scale, values)):
         return None
+    flat = values.reshape(prod(q.shape[:-1]), q.shape[-1])
     try:
-        check_recipe(r)
+        found = functions().fp4kit_dequantize
+        call = decode_call(flat, r, q.packed.shape[-1], None if q.block_scale is None else q.block_scale.shape[-1])
     except Declined:
         return None
-    shape = prod(q.shape[:-1]), q.shape[-1]
-    call = decode_call(shape, r, q.packed.shape[-1], None if q.block_scale is None else q.block_scale.shape[-1], values.itemsize)
-    return DequantizeCall(call, q.shape, values.dtype, values.size, library().functions.fp4kit_dequantize)
+    return DequantizeCall(call, q.shape, values.dtype, values.size, found)
 
 
-def fake_quantize(*arguments: Any) -> None:
-    """Goes the full way."""
+def _goes_the_full_way(*arguments: Any) -> None:
+    """What is not repeated."""
 
 
-transpose = swizzle = fake_quantize
+transpose = swizzle = _goes_the_full_way

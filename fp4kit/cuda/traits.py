@@ -104,7 +104,7 @@ def recipe_struct(
         "using Scale = ScaleFormat;",
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
         f"using BlockRule = block_{'none' if r.block_rule in (None, 'four_over_six') else r.block_rule};",
-        f"using DecodeRule = {_decode_rule(r)};",
+        f"using DecodeRule = {decode_rule(r)};",
         *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule else []),
     ]
     constants = [_constant(name, value) for name, value in facts.items()]
@@ -112,7 +112,8 @@ def recipe_struct(
     return "\n".join([*cluster, *formats, f"struct R {{ {' '.join(names + constants)} }};"])
 
 
-def _decode_rule(r: Recipe) -> str:
+def decode_rule(r: Recipe) -> str:
+    """The struct of a recipe's decode rule."""
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
     return f"decode_{r.decode_rule}"

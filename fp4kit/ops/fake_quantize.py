@@ -41,11 +41,12 @@ def fake_quantize(
     >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
     array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
-    key = repeat = None
+    key = None
     if seed is None and block_amax is None:
         key, repeat = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)
-    if repeat is not None:
-        return repeat(x, tensor_amax)
+        found = repeat and repeat(x, tensor_amax)
+        if found is not None:
+            return found
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = Options(rounding=rounding, seed=seed)
     return _fake_quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax)

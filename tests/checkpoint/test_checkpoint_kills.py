@@ -18,7 +18,7 @@ from kill_points import files_of
 from runs import HERE, Model, environment, larger, running, until
 
 
-@pytest.mark.parametrize("points", [50, *exhaustive([1500])])
+@pytest.mark.parametrize("points", [50, *exhaustive([700])])
 def test_kills(tmp_path: Path, points: int) -> None:
     """At random points: see kill_points.py, which does the checks."""
     synthetic.dense(tmp_path / "source")
@@ -29,7 +29,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
     assert "partial" in result.stdout and int(result.stdout.split()[0]) >= 50
 
 
-@pytest.mark.parametrize("points", [3, *exhaustive([50])])
+@pytest.mark.parametrize("points", [3, *exhaustive([25])])
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     """At random times, from outside; the workers end too."""
     model = Model(tmp_path, larger)

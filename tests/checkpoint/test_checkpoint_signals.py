@@ -98,7 +98,7 @@ def test_signals_at_many_moments(model: Path, moments: list[str], tmp_path: Path
 @pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
 def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path: Path, number: signal.Signals) -> None:
     found = set()
-    for i, last in enumerate(spread(moments, 160)):
+    for i, last in enumerate(spread(moments, 80)):
         (tmp_path / str(i)).mkdir()
         found.add(check_moment(model, tmp_path / str(i), last, number))
     assert {"start", "nothing", "complete"} <= found

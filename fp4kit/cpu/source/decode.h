@@ -1,4 +1,4 @@
-// Values of codes, by look-up: for each code of a block scale, the table has the values of all element codes.
+// Values of codes by the decode rules: of 4-bit ones by look-up in the sixteen that a block's scale gives, of others by arithmetic.
 #pragma once
 
 #include "input.h"
@@ -81,17 +81,96 @@ static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8*
   for (; i < count; ++i) out[i] = value_of<Value>(planes, codes[i / 2] >> (i % 2 * 4) & 15u);
 }
 
-// Values of `count` elements of one row. scales: a code for every `block` elements; nullptr: none. kFour: two codes a byte.
-template <class Value, bool kFour>
-static void decode_row(const u8* codes, const u8* scales, i64 count, i64 block, const Value* table, Value* out) {
-  constexpr i64 kEntries = kFour ? 16 : 256;
-  for (i64 first = 0; first < count; first += block) {
-    const Value* values = scales ? table + kEntries * *scales++ : table;
-    const i64 end = count < first + block ? count : first + block;
-    if constexpr (kFour) {
-      decode_nibbles(codes + first / 2, end - first, reinterpret_cast<const u8*>(values), out + first);
-    } else {
-      for (i64 i = first; i < end; ++i) out[i] = values[codes[i]];
+// The tensor scales of a matrix, one every row_step for rows, and every block_step for blocks.
+struct TensorScales {
+  const float *encode, *decode, *amax;
+  i64 row_step, block_step;
+  TensorScale at(i64 row, i64 block) const {
+    const i64 i = row * row_step + block * block_step;
+    return {encode[i], decode[i], amax[i]};
+  }
+};
+
+// What R's decode rule makes of elements under one block scale and one tensor scale. Where that may be NaN, it is not for these loops, as
+// compilers do not keep the sign of a NaN: the caller is told, and has the specification do it.
+template <class R, class Out>
+struct Decoder {
+  using Element = typename R::Element;
+  using Value = typename Input<Out>::Bits;
+  struct Finite : Element { static constexpr bool kHasNan = false; };
+  static constexpr bool kFour = Element::kStoredBits == 4;
+  static constexpr int kPlanes = 16 * sizeof(Value);  // bytes of a table of sixteen values
+  const bool is_plain;                                // without block scales, and no amax gives the tensor's
+  const float scale;
+
+  Decoder(u32 code, TensorScale t)
+      : is_plain(!R::kHasScales && t.amax < 0.0f), scale(is_plain ? t.decode : stored_scale<R>(code, t)) {}
+
+  bool is_usual() const { return is_finite(scale) && (R::kHasScales || scale != 0.0f); }  // without block scales, rules may divide
+
+  __forceinline__ Value operator()(float value) const {
+    return Input<Out>::narrow(is_plain ? value * scale : R::DecodeRule::apply(value, scale));
+  }
+
+  // The values of all 4-bit codes, as planes.
+  void put_table(u8* planes) const {
+    for (u32 code = 0; code < 16; ++code) {
+      const Value value = (*this)(decode<Finite>(code));
+      for (unsigned byte = 0; byte < sizeof(Value); ++byte) planes[16 * byte + code] = static_cast<u8>(value >> (8 * byte));
     }
   }
+
+  // Values of codes, one a byte; false where one means no finite number.
+  bool put_values(const u8* codes, i64 count, Value* out) const {
+    u32 most = 0;
+    for (i64 i = 0; i < count; ++i) {
+      most = maximum(most, codes[i] & (Element::kSignBit - 1u));
+      out[i] = (*this)(decode<Finite>(codes[i]));
+    }
+    return !Element::kHasNan || most <= Element::kMaxCode;
+  }
+};
+
+// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up.
+struct Tables {
+  alignas(16) u8 planes[256 * 64];
+  bool is_unusual[256];
+};
+
+template <class R, class Out>
+static void put_tables(TensorScale t, Tables& tables) {
+  for (u32 code = 0; code < 256; ++code) {
+    const Decoder<R, Out> way(code, t);
+    way.put_table(tables.planes + Decoder<R, Out>::kPlanes * code);
+    tables.is_unusual[code] = !way.is_usual();
+  }
+}
+
+// Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a code for every
+// `size` elements; nullptr: none. tables: of put_tables, or nullptr.
+template <class R, class Out>
+static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const Tables* tables, const TensorScales& tensors, i64 row,
+                       i64 block, void* values) {
+  using Way = Decoder<R, Out>;
+  auto* out = static_cast<typename Way::Value*>(values);
+  bool usual = true;
+  for (i64 first = 0; first < count; first += size, ++block) {
+    const u32 code = scales ? *scales++ : 0u;
+    const i64 length = count - first < size ? count - first : size;
+    if (Way::kFour && tables) {
+      usual &= !tables->is_unusual[code];
+      decode_nibbles(codes + first / 2, length, tables->planes + Way::kPlanes * code, out + first);
+      continue;
+    }
+    const Way way(code, tensors.at(row, block));
+    usual &= way.is_usual();
+    if constexpr (Way::kFour) {
+      alignas(16) u8 own[Way::kPlanes];
+      way.put_table(own);
+      decode_nibbles(codes + first / 2, length, own, out + first);
+    } else {
+      usual &= way.put_values(codes + first, length, out + first);
+    }
+  }
+  return usual;
 }

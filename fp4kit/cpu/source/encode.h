@@ -26,7 +26,7 @@ static void magnitudes(const void* elements, i64 count, u32* out) {
 
 // The scale codes of blocks and the factors of their elements, by the rules of R.
 template <class R, class In>
-static void scale_blocks(const float* amax, i64 count, TensorScale t, u8* codes, float* factors) {
+static void scale_blocks(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes, float* __restrict factors) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
   for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
 }

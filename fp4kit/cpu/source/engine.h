@@ -4,7 +4,7 @@
 #include <atomic>
 #include <type_traits>
 
-#include "decode.h"
+#include "decoder.h"
 #include "encoder.h"
 
 #define FP4KIT_EXPORT __attribute__((visibility("default")))
@@ -81,78 +81,106 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   return all;
 }
 
+}  // extern "C"
+
+namespace {
+
+// The tensor scale of a call by the tensor rule `rule` (-1: none); false where an element is not finite.
+bool find_tensor(const EncodeCall& call, i32 rule, TensorScale& t) {
+  t = {1.0f, 1.0f, 1.0f};
+  if (rule < 0) return true;
+  const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, call.threads};
+  const u32 bits = fp4kit_amax(&find);
+  return by_input(call.input, [&](auto in) {
+    using In = decltype(in);
+    if (bits >= Input<In>::kInfinity) return false;
+    t = kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits)));
+    return true;
+  });
+}
+
+// `like` with the elements at x.
+EncodeCall call_at(const EncodeCall& like, const void* x, i32 threads) {
+  EncodeCall call = like;
+  call.x.data = x;
+  call.threads = threads;
+  return call;
+}
+
+void set_tensor(EncodeCall& call, const TensorScale& t) {
+  call.encode = &t.encode;
+  call.decode = &t.decode;
+  call.amax = &t.amax;
+}
+
+}  // namespace
+
+extern "C" {
+
 // A whole quantize of a contiguous matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with
 // a tensor scale (tensor: index of its rule, else -1) into decode and amax. Returns 1 where it has to be done otherwise.
 FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* packed, u8* scales, float* decode, float* amax, i32 tensor,
                                   i32 threads) {
-  EncodeCall call = *like;
-  call.x.data = x;
-  call.threads = threads;
-  TensorScale t{1.0f, 1.0f, 1.0f};
-  if (tensor >= 0) {
-    const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, threads};
-    const u32 bits = fp4kit_amax(&find);
-    const float value = by_input(call.input, [&](auto in) {
-      using In = decltype(in);
-      using Bits = typename Input<In>::Bits;
-      return bits < Input<In>::kInfinity ? Input<In>::value(static_cast<Bits>(bits)) : -1.0f;
-    });
-    if (value < 0.0f) return 1;
-    t = kTensors[tensor].scale[call.input](value);
-    *amax = value;
-    *decode = t.decode;
-  }
-  call.encode = &t.encode;
-  call.decode = &t.decode;
-  call.amax = &t.amax;
+  EncodeCall call = call_at(*like, x, threads);
+  TensorScale t;
+  if (!find_tensor(call, tensor, t)) return 1;
+  set_tensor(call, t);
+  if (decode) *decode = t.decode;
+  if (amax) *amax = t.amax;
   call.packed = packed;
   call.scales = scales;
-  const i64 units = Units{call.x.rows, call.x.columns, call.height, call.width}.count();
-  std::vector<u8> unusual(static_cast<size_t>(units));
+  std::vector<u8> unusual(static_cast<size_t>(Units{call.x.rows, call.x.columns, call.height, call.width}.count()));
   call.unusual = unusual.data();
   fp4kit_encode(&call);
-  return std::memchr(unusual.data(), 1, unusual.size()) != nullptr;
+  return any(unusual);
 }
 
-struct DecodeCall {
-  const u8 *packed, *scales;
-  const void* table;
-  i64 table_step;  // bytes from the table of a row to that of the next; 0: one for all
-  void* out;
-  i64 rows, columns, packed_step, scales_step, height, width;
-  i32 itemsize, four, block, threads;
-};
+// A whole fake_quantize, of the same, into out: the values of codes and scales that are gone with their unit. values: how they are decoded.
+FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x, void* out, i32 tensor, i32 threads) {
+  EncodeCall call = call_at(*like, x, threads);
+  DecodeCall target = *values;
+  TensorScale t;
+  if (!find_tensor(call, tensor, t)) return 1;
+  set_tensor(call, t);
+  target.tensors = {&t.encode, &t.decode, &t.amax, 0, 0};
+  target.out = out;
+  Tables memory;
+  const Tables* tables = tables_of_call(target, memory);
+  const Units units{call.x.rows, call.x.columns, call.height, call.width};
+  std::atomic<bool> usual{true};
+  by_input(call.input, [&](auto in) {
+    auto work = [&](i64 unit) {
+      if (!fake_part<decltype(in)>(call, target, units.part(unit), tables)) usual = false;
+    };
+    run_units(units.count(), threads, work);
+  });
+  return !usual;
+}
+
+FP4KIT_EXPORT int fp4kit_decoder(const char* key) { return index_of(kDecodes, key); }
 
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
+  Tables memory;
+  const Tables* tables = tables_of_call(*call, memory);
   const Units units{call->rows, call->columns, call->height, call->width};
-  auto work = [&](i64 unit) {
-    const Part part = units.part(unit);
-    for (i64 i = part.row; i < part.row + part.rows; ++i) {
-      const u8* codes = call->packed + i * call->packed_step + (call->four ? part.column / 2 : part.column);
-      const u8* scales = call->scales ? call->scales + i * call->scales_step + part.column / call->block : nullptr;
-      const char* table = static_cast<const char*>(call->table) + i * call->table_step;
-      char* out = static_cast<char*>(call->out) + (i * call->columns + part.column) * call->itemsize;
-      const auto row = [&](auto value, auto four) {
-        using Value = decltype(value);
-        decode_row<Value, four()>(codes, scales, part.columns, call->block, reinterpret_cast<const Value*>(table),
-                                  reinterpret_cast<Value*>(out));
-      };
-      const auto by_bits = [&](auto value) { call->four ? row(value, std::true_type{}) : row(value, std::false_type{}); };
-      call->itemsize == 2 ? by_bits(u16{}) : by_bits(u32{});
-    }
-  };
+  auto work = [&](i64 unit) { call->unusual[unit] = !decode_part(*call, units.part(unit), tables); };
   run_units(units.count(), call->threads, work);
 }
 
-// The same of arrays that lie as those of `like`.
-FP4KIT_EXPORT void fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const void* table, void* out, i32 threads) {
+// A whole dequantize of arrays that lie as those of `like`, under one tensor scale: tensor, of encode, decode and amax. Returns 1 where it
+// has to be done otherwise.
+FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const float* tensor, void* out,
+                                    i32 threads) {
   DecodeCall call = *like;
   call.packed = packed;
   call.scales = scales;
-  call.table = table;
+  call.tensors = {tensor, tensor + 1, tensor + 2, 0, 0};
   call.out = out;
   call.threads = threads;
+  std::vector<u8> unusual(static_cast<size_t>(Units{call.rows, call.columns, call.height, call.width}.count()));
+  call.unusual = unusual.data();
   fp4kit_decode(&call);
+  return any(unusual);
 }
 
 // The codes of a (rows, columns) matrix to those of the (columns, rows) one; four: two a byte, and rows is even.

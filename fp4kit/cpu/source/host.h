@@ -12,6 +12,7 @@
 struct NoIndex { unsigned x; };
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};  // named by functions that nothing here calls
 
+static __forceinline__ int __clz(unsigned x) { return __builtin_clz(x); }
 static __forceinline__ unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 static __forceinline__ float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 
@@ -24,19 +25,21 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
+#include "../../cuda/kernels/rules/implied.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
 // rcp.approx.ftz.f32 of sm_90: its difference from the rounded reciprocal, in ulp, for every significand: the table of reference/arith.py,
-// which Python hands over.
+// which Python hands over before all else: from then on a result depends on x alone.
 inline const signed char* reciprocal_table = nullptr;
 
-inline float rcp_approx_ftz(float x) {
+__attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);
   const float exact = 1.0f / flush(x);
   if (!is_finite(exact) || !is_finite(x)) return exact;
   const float significand = float_of((bits & 0x7FFFFFu) | 0x3F800000u);
   const u32 near = bits_of(1.0f / significand) + static_cast<u32>(static_cast<i32>(reciprocal_table[bits & 0x7FFFFFu]));
-  const double scaled = std::ldexp(static_cast<double>(float_of(near)), 127 - static_cast<int>(bits >> 23 & 0xFFu));  // exact
+  const double power = __builtin_bit_cast(double, static_cast<u64>(1023 + 127 - (bits >> 23 & 0xFFu)) << 52);
+  const double scaled = static_cast<double>(float_of(near)) * power;  // exact
   const float magnitude = scaled < kFltMin ? 0.0f : static_cast<float>(scaled);
   return std::copysign(magnitude, x);
 }

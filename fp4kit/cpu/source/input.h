@@ -1,4 +1,4 @@
-// Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32.
+// Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32; float32 rounded to them and narrowed.
 #pragma once
 
 #include "host.h"
@@ -12,6 +12,7 @@ struct Input<Float32> {
   static constexpr u32 kMagnitude = 0x7FFFFFFFu, kInfinity = 0x7F800000u;
   static __forceinline__ float value(u32 bits) { return float_of(bits); }
   static __forceinline__ float rounded(float x) { return x; }
+  static __forceinline__ u32 narrow(float x) { return bits_of(x); }
 };
 
 template <>
@@ -20,10 +21,9 @@ struct Input<Bfloat16> {
   static constexpr u16 kMagnitude = 0x7FFF, kInfinity = 0x7F80;
   static __forceinline__ float value(u16 bits) { return float_of(static_cast<u32>(bits) << 16); }
   // Of no NaN: to nearest even.
-  static __forceinline__ float rounded(float x) {
-    const u32 bits = bits_of(x);
-    return float_of((bits + 0x7FFFu + (bits >> 16 & 1u)) & 0xFFFF0000u);
-  }
+  static __forceinline__ u32 rounded_bits(float x) { return bits_of(x) + 0x7FFFu + (bits_of(x) >> 16 & 1u); }
+  static __forceinline__ float rounded(float x) { return float_of(rounded_bits(x) & 0xFFFF0000u); }
+  static __forceinline__ u16 narrow(float x) { return static_cast<u16>(rounded_bits(x) >> 16); }
 };
 
 template <>
@@ -36,6 +36,7 @@ struct Input<Float16> {
     return float_of(bits_of(float_of(magnitude) * 0x1p112f) | sign);
   }
   static __forceinline__ float rounded(float x) { return round_to<Float16>(x); }
+  static __forceinline__ u16 narrow(float x) { return Float16::narrow(x); }
 };
 
 // A matrix anywhere in memory; steps are in elements. hadamard: the sign mask of a transform of each 16 elements of a row; -1: none.

@@ -20,14 +20,25 @@ struct Pool {
   int64_t units = 0;
   void (*work)(void*, int64_t) = nullptr;
   void* context = nullptr;
-  uint64_t round = 0;
-  int wanted = 0, taken = 0, running = 0, size = 0;  // threads that a round wants, that took part, that still do, that exist
+  std::atomic<uint64_t> round{0};
+  std::atomic<int> running{0};         // threads that still take part
+  int wanted = 0, taken = 0, size = 0;  // threads that a round wants, that took part, that exist
 };
 
 Pool* pool = new Pool;  // never destroyed: threads may wait on it when the program ends
 
 void take_units(Pool& p) {
   for (int64_t unit; (unit = p.next.fetch_add(1, std::memory_order_relaxed)) < p.units;) p.work(p.context, unit);
+}
+
+// Waits, some microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which takes as long.
+template <class Condition>
+void wait_briefly(Condition is_met) {
+  for (int i = 0; i < 1000 && !is_met(); ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
 }
 
 void serve(Pool* p) {
@@ -41,6 +52,9 @@ void serve(Pool* p) {
     take_units(*p);
     lock.lock();
     if (--p->running == 0) p->done.notify_one();
+    lock.unlock();
+    wait_briefly([&] { return p->round != seen; });
+    lock.lock();
   }
 }
 
@@ -77,6 +91,7 @@ void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* c
   }
   p.wake.notify_all();
   take_units(p);
+  wait_briefly([&] { return p.running == 0; });
   {
     std::unique_lock<std::mutex> lock(p.mutex);
     p.running -= p.wanted - p.taken;  // those that have not come are not waited for

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "decode.h"
 #include "encode.h"
 #include "recipes.inc"
 
@@ -45,6 +46,25 @@ using Tensor = TensorScale (*)(float);
 template <class R>
 constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
 
+using PutTables = void (*)(TensorScale, Tables&);
+using DecodeRow = bool (*)(const u8*, const u8*, i64, i64, const Tables*, const TensorScales&, i64, i64, void*);
+struct DecodeEntry {
+  const char* key;
+  bool four;
+  PutTables put_tables[kInputs];  // nullptr: of codes that are not looked up, or of one scale
+  DecodeRow rows[kInputs];
+};
+template <class R, class Out>
+constexpr PutTables tables_of() {
+  if constexpr (Decoder<R, Out>::kFour && R::kHasScales) return put_tables<R, Out>;
+  else return nullptr;
+}
+template <class R>
+constexpr DecodeEntry decode_entry(const char* key) {
+  return {key, Decoder<R, Float32>::kFour, {tables_of<R, Float32>(), tables_of<R, Float16>(), tables_of<R, Bfloat16>()},
+          {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
+}
+
 struct RuleEntry { const char* key; const Scales* scales; };
 struct TensorEntry { const char* key; const Tensor* scale; };
 struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, flushes, four; };
@@ -59,6 +79,11 @@ FP4KIT_TENSORS
 const ElementEntry kElements[] = {
 #define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
+};
+
+const DecodeEntry kDecodes[] = {
+#define FP4KIT_DECODE(key, R) decode_entry<R>(key),
+FP4KIT_DECODES
 };
 
 // Index of the entry of a key; -1 for one that is not here.

@@ -36,6 +36,9 @@ void run_units(i64 units, int threads, Work& work) {
   for_units(units, threads, [](void* context, int64_t unit) { (*static_cast<Work*>(context))(unit); }, &work);
 }
 
+// Whether one of the units of a call is marked.
+bool any(const std::vector<u8>& marks) { return std::memchr(marks.data(), 1, marks.size()) != nullptr; }
+
 // The elements of a part, in contiguous rows.
 template <class Bits>
 struct View {

@@ -85,7 +85,7 @@ struct block_compressed_tensors : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const u32 code = encode_scale<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode);
-    return code == 0u ? encode_scale<R>(0.125f) : code;
+    return code | static_cast<u32>(code == 0u) * encode_scale<R>(0.125f);
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) / t.encode; }

@@ -1,0 +1,65 @@
+// Values of a matrix, unit by unit.
+#pragma once
+
+#include "encoder.h"
+
+// Values of a matrix. kind: of the values, as input is of elements. unusual: of each unit, whether it has to be done otherwise. tables_from:
+// blocks of a matrix from which on tables for all of them serve, where they can.
+struct DecodeCall {
+  const u8 *packed, *scales;
+  TensorScales tensors;
+  void* out;
+  i64 rows, columns, packed_step, scales_step, out_step;
+  u8* unusual;
+  i64 height, width, tables_from;
+  i32 decoder, kind, block, threads;
+};
+
+namespace {
+
+// The tables of a whole call; nullptr where each block makes its own.
+const Tables* tables_of_call(const DecodeCall& call, Tables& memory) {
+  const PutTables put = kDecodes[call.decoder].put_tables[call.kind];
+  if (!put || call.tensors.row_step || call.tensors.block_step || call.rows * (call.columns / call.block) < call.tables_from) return nullptr;
+  put(call.tensors.at(0, 0), memory);
+  return &memory;
+}
+
+bool decode_part(const DecodeCall& call, const Part& part, const Tables* tables) {
+  const DecodeEntry& entry = kDecodes[call.decoder];
+  const i64 block = part.column / call.block, itemsize = call.kind == kFloat32 ? 4 : 2;
+  bool usual = true;
+  for (i64 i = part.row; i < part.row + part.rows; ++i) {
+    const u8* codes = call.packed + i * call.packed_step + (entry.four ? part.column / 2 : part.column);
+    const u8* scales = call.scales ? call.scales + i * call.scales_step + block : nullptr;
+    char* out = static_cast<char*>(call.out) + (i * call.out_step + part.column) * itemsize;
+    usual &= entry.rows[call.kind](codes, scales, part.columns, call.block, tables, call.tensors, i, block, out);
+  }
+  return usual;
+}
+
+// One unit of a fake quantizer: codes and scales into the thread's own memory, and what they are worth into values.out.
+template <class In>
+bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& part, const Tables* tables) {
+  const i64 itemsize = sizeof(typename Input<In>::Bits), bytes = kDecodes[values.decoder].four ? part.columns / 2 : part.columns;
+  const i64 blocks = part.columns / call.block;
+  u8* codes = scratch<u8>(static_cast<size_t>(part.rows * (bytes + blocks)));
+  u8* scales = call.rule < 0 ? nullptr : codes + part.rows * bytes;
+  EncodeCall encode = call;
+  encode.x.data = static_cast<const char*>(call.x.data) + (part.row * call.x.row_step + part.column) * itemsize;
+  encode.packed = codes;
+  encode.scales = scales;
+  encode.packed_step = bytes;
+  encode.scales_step = blocks;
+  const Part whole{0, part.rows, 0, part.columns};
+  if (!Encoder<In>{encode}.unit(whole)) return false;
+  DecodeCall decode = values;
+  decode.packed = codes;
+  decode.scales = scales;
+  decode.packed_step = bytes;
+  decode.scales_step = blocks;
+  decode.out = static_cast<char*>(values.out) + (part.row * values.out_step + part.column) * itemsize;
+  return decode_part(decode, whole, tables);
+}
+
+}  // namespace
