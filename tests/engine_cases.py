@@ -12,7 +12,7 @@ import pytest
 
 from fp4kit.call import repeat
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import dequantize, engine, matrix, native
+from fp4kit.cpu import dequantize, engine, keys, matrix, native
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized import Quantized
@@ -59,9 +59,12 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     return found
 
 
-def always_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of small arrays are looked up in tables of all scales, too, which are worth it for large ones."""
+def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine does with small arrays what it does with large ones: it declines none, and makes tables of all scales."""
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
+    monkeypatch.setattr(keys, "FEW", dict.fromkeys(keys.FEW, 0))
+    monkeypatch.setattr(keys, "FEW_VALUES", 0)
+    monkeypatch.setattr(keys, "FEW_COLUMNS", 0)
 
 
 def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +79,7 @@ def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "PIECE", 200)
     monkeypatch.setattr(native, "_default", [3])
-    always_tables(monkeypatch)
+    as_large_ones(monkeypatch)
     monkeypatch.setattr(repeat, "_CALLS", {})  # calls that are kept have larger units
     matrix.kernels_of.cache_clear()  # which kernels a block has depends on the width
 

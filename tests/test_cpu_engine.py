@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, always_tables, assert_equal, counted, covered
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, as_large_ones, assert_equal, counted, covered
 from everything import everything
 from exhaustive import exhaustive, half
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
@@ -32,7 +32,7 @@ def axes_of(x, r):
 @pytest.fixture(autouse=True)
 def tables(monkeypatch):
     """What the engine does with small arrays it does with large ones."""
-    always_tables(monkeypatch)
+    as_large_ones(monkeypatch)
 
 
 # ---- what it covers -----------------------------------------------------------------------------------------------------

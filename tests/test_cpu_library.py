@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from engine_cases import NEEDS_ENGINE, agree, always_tables, assert_equal
+from engine_cases import NEEDS_ENGINE, agree, as_large_ones, assert_equal
 from everything import everything
 from exhaustive import by_default
 from inputs import BF16, ordinary
@@ -33,7 +33,7 @@ def using(monkeypatch, library):
             if hasattr(module, "library"):
                 patch.setattr(module, "library", lambda: library)
         patch.setattr(repeat, "_CALLS", {})
-        always_tables(patch)
+        as_large_ones(patch)
         matrix.kernels_of.cache_clear()
         try:
             yield

@@ -19,12 +19,13 @@ from fp4kit.quantized import Quantized
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
 Key = tuple[Hashable, ...]
-_CALLS: dict[Key, Callable[..., Any]] = {}
+_UNKNOWN: Any = object()
+_CALLS: dict[Key, Callable[..., Any] | None] = {}  # None: such calls go the full way, and no engine is to be asked again
 by_specification: ContextVar[bool] = ContextVar("by_specification", default=False)  # whether that alone computes on NumPy arrays
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
-    """Key of a call of op, None if it cannot have one; and the prepared call, None where the call has to go the full way.
+    """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full way.
 
     arrays: of NumPy or CuPy, or tensors of PyTorch on CUDA, Quantized of them, or None for an array that is not given; any others
     make a call without a key. others: all other arguments that a check depends on.
@@ -39,14 +40,15 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         found = [None if a is None else _facts(a, facts) for a in rest]
         where = None if kind is np.ndarray else interop.cupy().cuda.runtime.getDevice()
         key = (op, where, known, *found, *others, *map(type, others))
-        return key, _CALLS.get(key)
+        found = _CALLS.get(key, _UNKNOWN)
+        return (key, None) if found is _UNKNOWN else (key if found else None, found)
     except (AttributeError, TypeError, RuntimeError):  # no such array, one without memory, or an argument without a hash
         return None, None
 
 
 def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
-    """Keep a prepared call under its key, unless one of them is None."""
-    if key is None or call is None:
+    """Keep a prepared call under its key, or that there is none; nothing without a key."""
+    if key is None:
         return
     if len(_CALLS) >= MOST:
         _CALLS.clear()

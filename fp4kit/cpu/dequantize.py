@@ -76,17 +76,17 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 @lru_cache(64)
 @np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
-    """encode, decode and amax of the tensor scale of a Quantized, whose scale and amax are given by their bytes."""
+    """encode, decode and amax of the tensor scales of a Quantized, whose scales and amaxes are given by their bytes."""
     known = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), known, r, dtype)
-    return np.concatenate([np.ravel(part) for part in found], dtype=np.float32)
+    return np.concatenate([np.ravel(part) for part in np.broadcast_arrays(*found)], dtype=np.float32)
 
 
 _ONES = np.ones(3, np.float32)
 
 
-def tensor_of(q: Quantized) -> np.ndarray:
-    """encode, decode and amax of the one tensor scale of a Quantized; ones where it has none."""
+def tensors_of(q: Quantized) -> np.ndarray:
+    """encode of the tensor scales of a Quantized, then decode, then amax; ones where it has none."""
     if q.tensor_scale is None:
         return _ONES
     amax = None if q.tensor_amax is None else q.tensor_amax.tobytes()

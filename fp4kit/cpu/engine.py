@@ -14,8 +14,7 @@ import numpy as np
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import dequantize as decoding
-from fp4kit.cpu import matrix, partial
-from fp4kit.cpu.keys import not_faked
+from fp4kit.cpu import keys, matrix, partial
 from fp4kit.cpu.native import functions
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -58,11 +57,15 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call) -> None:
     matrix.kernels_of(call.recipe)
     matrix.check_array(call.x)
+    if call.x.size < keys.FEW[call.recipe.tensor_scaling] or call.moved.shape[-1] < keys.FEW_COLUMNS:
+        raise Declined("the specification is as quick with so few elements")
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """reference.engine.dequantize."""
     decoding.decoder_of(q.recipe)
+    if q.packed.size < keys.FEW_VALUES:
+        raise Declined("the specification is as quick with so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
 
 
@@ -76,7 +79,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
 
 def fake_quantize(call: Call) -> np.ndarray:
     """reference.engine.fake_quantize, some MB of elements at a time."""
-    if (reason := not_faked(call.recipe)) is not None:
+    if (reason := keys.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     if call.tensor_amax is None and call.recipe.tensor_scaling != "none":

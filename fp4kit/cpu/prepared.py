@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import is_ieee
+from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu.dequantize import decode_call, tensor_of
+from fp4kit.cpu.dequantize import decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
 
+MOST_TENSORS = 1 << 12  # tensor scales of a dequantize that is repeated: they are looked at whenever it is
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
@@ -34,6 +36,7 @@ class QuantizeCall:
     size: int
     packed: tuple[int, ...]
     scales: tuple[int, ...] | None
+    tensors: tuple[int, ...]
     fields: dict[str, Any]
     library: Callable[..., int]
 
@@ -53,8 +56,8 @@ class QuantizeCall:
         return assembled(
             packed=np.empty(self.packed, _UINT8),
             block_scale=None if self.scales is None else np.empty(self.scales, _UINT8),
-            tensor_scale=np.empty((), _FLOAT32) if self.tensor >= 0 else None,
-            tensor_amax=np.empty((), _FLOAT32) if self.tensor >= 0 else None,
+            tensor_scale=np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
+            tensor_amax=np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
             **self.fields,
         )
 
@@ -74,8 +77,7 @@ def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
     """That of a call on the rows of a whole array, None where it would not be one call of the library."""
     r, plain = call.recipe, call.random is None and call.mask is None and call.block_amax is None and call.tensor_amax is None
     rows = call.axis == call.x.ndim - 1 and (call.x.ndim <= 2 or r.block_rows == 1)
-    one = r.tensor_scaling in ("none", "tensor")
-    if not (plain and rows and one and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
+    if not (plain and rows and r.tensor_scaling != "block" and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
         return None
     key = tensor_key(r)
     try:
@@ -87,7 +89,9 @@ def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
         return None
     if key is not None and tensor < 0:
         return None
-    return _Like(encode_call(call.x.reshape(-1, call.x.shape[-1]), kernels, packed_step, scales_step), tensor)
+    like = encode_call(call.x.reshape(-1, call.x.shape[-1]), kernels, packed_step, scales_step)
+    like.tensor_step = r.tensor_scaling == "row"
+    return _Like(like, tensor)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -101,7 +105,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     if like is None:
         return None
     fields = {"shape": shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
-    return QuantizeCall(*like, call.x.size, packed, scales, fields, functions().fp4kit_quantize)
+    return QuantizeCall(*like, call.x.size, packed, scales, tensor_amax_shape(shape, r), fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +157,17 @@ class DequantizeCall:
             return None
         values = np.empty(self.shape, self.dtype) if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
-        tensor = tensor_of(q).ctypes.data
+        tensor = tensors_of(q).ctypes.data
         undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads_for(self.size))
         return None if undone else values
 
 
 def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     """The call that gave `values`, in its out or new; None where it would not be one call of the library."""
-    r, one = q.recipe, q.tensor_scale is None or q.tensor_scale.size == 1
-    rows = q.axis == len(q.shape) - 1 and q.scale_layout == "linear" and r.tensor_scaling in ("none", "tensor")
-    if not (one and rows and values.size <= ELEMENTS_PER_CALL and _is_whole(q.packed, q.block_scale, values)):
+    r, tensors = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size
+    rows = q.axis == len(q.shape) - 1 and q.scale_layout == "linear"
+    few = values.size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MOST_TENSORS)
+    if not (rows and few and _is_whole(q.packed, q.block_scale, values)):
         return None
     flat = values.reshape(prod(q.shape[:-1]), q.shape[-1])
     try:
@@ -170,6 +175,7 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
         call = decode_call(flat, r, q.packed.shape[-1], None if q.block_scale is None else q.block_scale.shape[-1])
     except Declined:
         return None
+    call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
     return DequantizeCall(call, q.shape, values.dtype, values.size, found)
 
 

@@ -47,6 +47,9 @@ bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& par
   u8* scales = call.rule < 0 ? nullptr : codes + part.rows * bytes;
   EncodeCall encode = call;
   encode.x.data = static_cast<const char*>(call.x.data) + (part.row * call.x.row_step + part.column) * itemsize;
+  encode.encode += part.row * call.tensor_step;
+  encode.decode += part.row * call.tensor_step;
+  encode.amax += part.row * call.tensor_step;
   encode.packed = codes;
   encode.scales = scales;
   encode.packed_step = bytes;
@@ -58,6 +61,8 @@ bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& par
   decode.scales = scales;
   decode.packed_step = bytes;
   decode.scales_step = blocks;
+  const TensorScales& t = values.tensors;
+  decode.tensors = {t.encode + part.row * t.row_step, t.decode + part.row * t.row_step, t.amax + part.row * t.row_step, t.row_step, 0};
   decode.out = static_cast<char*>(values.out) + (part.row * values.out_step + part.column) * itemsize;
   return decode_part(decode, whole, tables);
 }

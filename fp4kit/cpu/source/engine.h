@@ -85,16 +85,51 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
 
 namespace {
 
-// The tensor scale of a call by the tensor rule `rule` (-1: none); false where an element is not finite.
-bool find_tensor(const EncodeCall& call, i32 rule, TensorScale& t) {
-  t = {1.0f, 1.0f, 1.0f};
+// The tensor scales of a call: one, or (tensor_step 1) one a row.
+struct Found {
+  std::vector<float> encode, decode, amax;
+  explicit Found(const EncodeCall& call) : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
+  void set(EncodeCall& call) const {
+    call.encode = encode.data();
+    call.decode = decode.data();
+    call.amax = amax.data();
+  }
+  void put(i64 i, TensorScale t) {
+    encode[i] = t.encode;
+    decode[i] = t.decode;
+    amax[i] = t.amax;
+  }
+};
+
+// Those of rows, by the tensor rule `rule`; false where an element is not finite.
+template <class In>
+bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
+  using Bits = typename Input<In>::Bits;
+  const Units units{call.x.rows, call.x.columns, call.height, call.x.columns};
+  std::atomic<bool> finite{true};
+  auto work = [&](i64 unit) {
+    const Part part = units.part(unit);
+    const View<Bits> x = view<In>(call.x, part);
+    for (i64 i = 0; i < part.rows; ++i) {
+      const Bits most = largest_of<In>(View<Bits>{x.data + i * x.step, x.step}, 1, part.columns);
+      if (most >= Input<In>::kInfinity) finite = false;
+      found.put(part.row + i, kTensors[rule].scale[call.input](Input<In>::value(most)));
+    }
+  };
+  run_units(units.count(), call.threads, work);
+  return finite;
+}
+
+// The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite.
+bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
   if (rule < 0) return true;
-  const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, call.threads};
-  const u32 bits = fp4kit_amax(&find);
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
+    if (call.tensor_step) return find_rows<In>(call, rule, found);
+    const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, call.threads};
+    const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
-    t = kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits)));
+    found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));
     return true;
   });
 }
@@ -107,26 +142,20 @@ EncodeCall call_at(const EncodeCall& like, const void* x, i32 threads) {
   return call;
 }
 
-void set_tensor(EncodeCall& call, const TensorScale& t) {
-  call.encode = &t.encode;
-  call.decode = &t.decode;
-  call.amax = &t.amax;
-}
-
 }  // namespace
 
 extern "C" {
 
 // A whole quantize of a contiguous matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with
-// a tensor scale (tensor: index of its rule, else -1) into decode and amax. Returns 1 where it has to be done otherwise.
+// tensor scales, one or one a row (tensor: index of their rule, else -1), into decode and amax. Returns 1 where it has to be done otherwise.
 FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* packed, u8* scales, float* decode, float* amax, i32 tensor,
                                   i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
-  TensorScale t;
-  if (!find_tensor(call, tensor, t)) return 1;
-  set_tensor(call, t);
-  if (decode) *decode = t.decode;
-  if (amax) *amax = t.amax;
+  Found found(call);
+  if (!find_tensors(call, tensor, found)) return 1;
+  found.set(call);
+  if (decode) std::memcpy(decode, found.decode.data(), found.decode.size() * sizeof(float));
+  if (amax) std::memcpy(amax, found.amax.data(), found.amax.size() * sizeof(float));
   call.packed = packed;
   call.scales = scales;
   std::vector<u8> unusual(static_cast<size_t>(Units{call.x.rows, call.x.columns, call.height, call.width}.count()));
@@ -139,10 +168,10 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* pac
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x, void* out, i32 tensor, i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
   DecodeCall target = *values;
-  TensorScale t;
-  if (!find_tensor(call, tensor, t)) return 1;
-  set_tensor(call, t);
-  target.tensors = {&t.encode, &t.decode, &t.amax, 0, 0};
+  Found found(call);
+  if (!find_tensors(call, tensor, found)) return 1;
+  found.set(call);
+  target.tensors = {call.encode, call.decode, call.amax, call.tensor_step, 0};
   target.out = out;
   Tables memory;
   const Tables* tables = tables_of_call(target, memory);
@@ -167,14 +196,15 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_units(units.count(), call->threads, work);
 }
 
-// A whole dequantize of arrays that lie as those of `like`, under one tensor scale: tensor, of encode, decode and amax. Returns 1 where it
+// A whole dequantize of arrays that lie as those of `like`. tensor: encode of all tensor scales, then decode, then amax. Returns 1 where it
 // has to be done otherwise.
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* like, const u8* packed, const u8* scales, const float* tensor, void* out,
                                     i32 threads) {
   DecodeCall call = *like;
   call.packed = packed;
   call.scales = scales;
-  call.tensors = {tensor, tensor + 1, tensor + 2, 0, 0};
+  const i64 count = call.tensors.row_step ? call.rows * call.tensors.row_step : 1;
+  call.tensors = {tensor, tensor + count, tensor + 2 * count, call.tensors.row_step, call.tensors.block_step};
   call.out = out;
   call.threads = threads;
   std::vector<u8> unusual(static_cast<size_t>(Units{call.rows, call.columns, call.height, call.width}.count()));
