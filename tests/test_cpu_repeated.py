@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 import fp4kit
 from fp4kit.call import repeat
+from fp4kit.cpu import prepared
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
@@ -44,8 +46,8 @@ def arrays(dtype):
 
 
 def kept(op):
-    """Calls of an operation that are repeated."""
-    return [key for key, call in repeat._CALLS.items() if key[0] == op and call is not None]
+    """Kinds of what repeats calls of an operation: one call of the library, or a function that asks the engines."""
+    return [type(call) for key, call in repeat._CALLS.items() if key[0] == op]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -64,8 +66,9 @@ def test_other_values(name, dtype):
         assert fp4kit.dequantize(q, np.float32, out=values) is values
         assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
     covered = name in COVERED and RECIPES[name].tensor_scaling != "block"
-    assert len(kept("quantize")) == 2 * covered
-    assert len(kept("fake_quantize")) == (covered and RECIPES[name].fake_rule is None)
+    assert kept("quantize") == [prepared.QuantizeCall if covered else FunctionType] * 2
+    by_library = covered and RECIPES[name].fake_rule is None
+    assert kept("fake_quantize") == [prepared.FakeQuantizeCall if by_library else FunctionType]
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "int8-modelopt"])

@@ -69,6 +69,10 @@ class Call(NamedTuple):
         """Whether the scales are given."""
         return self.block_scale is not None or self.tensor_scale is not None
 
+    def on(self, x: Any, out: Quantized | None = None) -> Call:
+        """The same call on another array with all the facts of this one's, and another out."""
+        return self._replace(x=x, moved=_last(x, self.axis), out=out)
+
     @property
     def on_device(self) -> bool:
         """Whether the arrays are CuPy arrays."""

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from fp4kit.arithmetic import default_environment, is_ieee
-from fp4kit.call.parse import Declined
+from fp4kit.call.parse import Call, Declined
 from fp4kit.call.repeat import by_specification
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu import prepared as cpu_prepared
@@ -99,3 +99,11 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
         except Declined as declined:
             reason = declined
     raise NotImplementedError(f"{op}: {reason}")
+
+
+def repeated(call: Call, operation: str) -> Callable[..., Any] | None:
+    """What repeats a call on a NumPy array that is no one call of a library: it need not be parsed again. Not of given amaxes."""
+    if not isinstance(call.x, np.ndarray) or call.tensor_amax is not None:
+        return None
+    call = call._replace(x=None, moved=None, out=None)
+    return lambda x, amax, out=None: run(call.op, operation, x, call.on(x, out))

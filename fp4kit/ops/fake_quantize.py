@@ -12,7 +12,7 @@ from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, library_of
-from fp4kit.ops.engines import prepared_by, run, with_threads
+from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -58,7 +58,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, ke
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)
     if key is not None:
-        keep(key, prepared_by(call.x).fake_quantize(call, x, values))
+        keep(key, prepared_by(call.x).fake_quantize(call, x, values) or repeated(call, "fake_quantize"))
     return values
 
 

@@ -9,7 +9,7 @@ from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home
-from fp4kit.ops.engines import prepared_by, run, with_threads
+from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
@@ -94,7 +94,7 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: An
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
     if key is not None:
-        keep(key, prepared_by(call.x).quantize(call, x))
+        keep(key, prepared_by(call.x).quantize(call, x) or repeated(call, "quantize"))
     return q
 
 
