@@ -23,7 +23,7 @@ from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.quantize import Options
 from fp4kit.reference.scaling import TensorScale, tensor_scale
-from fp4kit.reference.stochastic import Given, RandomBytes, Stream
+from fp4kit.reference.stochastic import RandomBytes, Stream
 
 UNIT = 1 << 15  # elements of a unit, about
 TILE_COLUMNS, TILE_ROWS = 512, 64  # of a unit that is read across the rows of memory
@@ -228,12 +228,10 @@ class _Bytes(NamedTuple):
     @classmethod
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _Bytes:
         """Of a part of a matrix."""
-        if isinstance(random, Given):
-            return cls(np.ascontiguousarray(random.bytes[rows, columns]))
-        if isinstance(random, Stream):
-            first = random.first + rows.start * random.K + columns.start
-            return cls(None, ctypes.pointer(ctypes.c_uint64(random.seed)), first, random.K)
-        return cls()
+        part = None if random is None else random.cut(rows, columns)
+        if isinstance(part, Stream):
+            return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
+        return cls() if part is None else cls(np.ascontiguousarray(part.bytes))
 
 
 # ---- amaxes ---------------------------------------------------------------------------------------------------------------
@@ -327,8 +325,4 @@ def cut_options(options: Options, rows: slice, columns: slice, r: Recipe) -> Opt
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]
-    if isinstance(random, Given):
-        random = Given(random.bytes[rows, columns])
-    elif isinstance(random, Stream):
-        random = random._replace(first=random.first + rows.start * random.K + columns.start)
-    return Options(amax, random, options.hadamard)
+    return Options(amax, None if random is None else random.cut(rows, columns), options.hadamard)

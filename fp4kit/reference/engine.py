@@ -323,9 +323,16 @@ partial_amax = partial.partial_amax
 
 
 def partial_cast(
-    shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
+    shard: np.ndarray,
+    out: np.ndarray,
+    block_amax: np.ndarray,
+    shape: tuple[int, int],
+    start: int,
+    r: Recipe,
+    amax: Any,
+    cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
     """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))
-    partial.partial_cast(shard, out, block_amax, shape, start, r, amax)
+    cast(shard, out, block_amax, shape, start, r, amax)

@@ -59,6 +59,10 @@ class Stream(NamedTuple):
             return stream_bytes(self.seed, start, m * k).reshape(m, k)
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
+    def cut(self, rows: slice, columns: slice) -> Stream:
+        """Those of a part of the matrix, as its own."""
+        return self._replace(first=self.first + rows.start * self.K + columns.start)
+
 
 class Given(NamedTuple):
     """Random bytes of a matrix as the caller has them: uint8 (M, K)."""
@@ -68,6 +72,10 @@ class Given(NamedTuple):
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
         """Those of a tile."""
         return self.bytes[rows, columns]
+
+    def cut(self, rows: slice, columns: slice) -> Given:
+        """Those of a part of the matrix, as its own."""
+        return Given(self.bytes[rows, columns])
 
 
 RandomBytes = Stream | Given
