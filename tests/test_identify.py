@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import half
+from exhaustive import by_default, half
 from inputs import NAMES, STOCHASTIC, ordinary
 
 import fp4kit
@@ -116,3 +116,31 @@ def test_larger_than_the_probe_and_other_shapes() -> None:
         assert not fp4kit.identify(replace(q, packed=bytes_), x).variations
     empty = np.zeros((0, 128), np.float32)
     assert fp4kit.identify(fp4kit.quantize(empty, "nvfp4-te"), empty).exact
+
+
+@pytest.mark.parametrize("name", by_default(("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te"), NAMES))
+@pytest.mark.parametrize("known", [True, False])
+def test_large_arrays_by_a_sample(name, known, monkeypatch):
+    """What is exact by all bytes is exact by a sample and its proof, under a known tensor_amax and an implied one."""
+    x = ordinary(3, (64, 512), ml_dtypes.bfloat16)
+    q = fp4kit.quantize(x, name)
+    q = q if known else replace(q, tensor_amax=None)
+    expected = fp4kit.identify(q, x)
+    monkeypatch.setattr("fp4kit.ops.identify.SAMPLE", 1 << 13)
+    found = fp4kit.identify(q, x)
+    assert found.exact == expected.exact and name in found.exact
+    assert {m.recipe for m in found} == {m.recipe for m in expected}
+    assert all(m.whole for m in found if m.recipe in found.exact)
+    assert all(m.fraction < 1 for m in found if not m.whole)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_sample_alone_proves_nothing(axis, monkeypatch):
+    monkeypatch.setattr("fp4kit.ops.identify.SAMPLE", 1 << 13)
+    x = ordinary(3, (512, 512), ml_dtypes.bfloat16)
+    q = fp4kit.quantize(x, "mxfp4-ocp", axis=axis)
+    bytes_ = q.packed.copy()
+    bytes_[-1, -1] ^= 1
+    found = fp4kit.identify(replace(q, packed=bytes_), x)
+    assert not found.exact and found.verdict.startswith("no recipe reproduces all bytes; nearest is mxfp4-ocp with 99.99%")
+    assert "of 8,704 bytes" not in str(found).splitlines()[2] and "of 4,352 bytes" in str(found)

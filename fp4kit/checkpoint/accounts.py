@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.checkpoint import mishaps
 from fp4kit.checkpoint.mishaps import CodeOrder, Reading, RowOrder, StoredLayer
 from fp4kit.layouts import unpacked
-from fp4kit.ops.identify import amaxes_of
+from fp4kit.ops.identify_amaxes import amaxes_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
 from fp4kit.reference.scaling import tensor_scale

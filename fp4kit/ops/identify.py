@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -10,37 +10,39 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.call import check
-from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK, Hadamard
+from fp4kit.call.parse import HADAMARD_BLOCK, Hadamard
 from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
+from fp4kit.ops.identify_amaxes import Amaxes
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.pieces import box_of
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.implied import NEAR, amax_interval, covered_range, implied_amax, same_scale
-from fp4kit.reference.scaling import tensor_scale
 
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
-MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
 PROBE = 1 << 14  # elements on which variations are tried first
+SAMPLE = 1 << 18  # and recipes, of twice as many and more
+MOST_PROVED = 3  # recipes of which all bytes are compared where none makes those of the sample
 NEXT_TO_TIES = 1 / 1024  # share of codes that an ulp of the encode scale may change
 ELSEWHERE = 1 / 16  # least share of codes between two values that stochastic rounding puts where the nearest is not
-SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
 
 @dataclass(frozen=True)
 class Match:
-    """How much of a quantized array one recipe reproduces: bytes of codes and scales, and each by itself."""
+    """How much of a quantized array one recipe reproduces: bytes of codes and scales, and each by itself.
+
+    whole: whether all bytes were compared; else those of a sample, where others reproduce more.
+    """
 
     recipe: str
     equal: int
     total: int
     codes_differ: int
     scales_differ: int
+    whole: bool = True
 
     @property
     def fraction(self) -> float:
@@ -69,7 +71,7 @@ class Identification:
     @property
     def exact(self) -> tuple[str, ...]:
         """Names of the recipes that reproduce every byte."""
-        return tuple(m.recipe for m in self.matches if m.equal == m.total)
+        return tuple(m.recipe for m in self.matches if m.whole and m.equal == m.total)
 
     @property
     def verdict(self) -> str:
@@ -89,8 +91,9 @@ class Identification:
 
     def __str__(self) -> str:
         width = max((len(m.recipe) for m in self.matches), default=6)
-        rows = (_COLUMNS, *self._rows())
-        lines = (f"{name:{width}}  {equal:>11}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
+        rows = [_COLUMNS, *self._rows()]
+        wide = max(len(equal) for _, equal, _, _ in rows)
+        lines = (f"{name:{width}}  {equal:>{wide}}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
         return "\n".join([self.verdict, *lines])
 
     def _repr_html_(self) -> str:
@@ -99,7 +102,8 @@ class Identification:
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         for m in self.matches:
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
-            yield m.recipe, share, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
+            of = "" if m.whole else f" of {m.total:,} bytes"
+            yield m.recipe, share + of, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
 
 
 def either(names: Sequence[str]) -> str:
@@ -131,8 +135,11 @@ def identify(q: Quantized, x: Any) -> Identification:
     Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding, with and
         without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can choose.
         A sixteenth of the codes between two values, at least, must not be the nearest. The random numbers remain unknown.
-    Time: a quantize for each recipe, and for each amax that its tensor scale leaves open; the variations take three more for each
-        recipe on PROBE elements, and on the whole for those that fit there.
+    Of 2 * SAMPLE elements and more, each recipe is tried on the first SAMPLE, or whole blocks of about as many; those that make
+        all bytes there are proved on all bytes, and where none does, the MOST_PROVED best. The others keep the sample's counts.
+    Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves open, and one
+        of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on the whole
+        for those that fit there.
     What is on a GPU is copied to the host first, which waits for the device.
     Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ; TypeError as quantize.
 
@@ -148,8 +155,8 @@ def identify(q: Quantized, x: Any) -> Identification:
     check.check_float("identify", x)
     q = q if q.block_scale is None else unswizzle(q)
     candidates = tuple(candidates_of(q.recipe))
-    matches = sorted((_match(q, x, r) for r in candidates), key=lambda m: -m.equal)
-    found = Identification(tuple(matches))
+    matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(q, x, candidates)
+    found = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if found.exact or not x.size:
         return found
     return replace(found, variations=tuple(_variations(q, x, candidates)))
@@ -183,16 +190,66 @@ def name_of(r: Recipe) -> str:
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
 
 
+class Trial(NamedTuple):
+    """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good ones."""
+
+    recipe: Recipe
+    match: Match
+    amaxes: tuple[np.ndarray | None, ...]
+
+
+def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
+    amaxes = Amaxes(q, x)
+    return [_try(q, x, r, amaxes.of(r)) for r in candidates]
+
+
+def _matches_by_sample(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
+    """Of a large array: all candidates on a part, and those that make it on the whole."""
+    box, amaxes = _part(q, SAMPLE), Amaxes(q, x)
+    trials = [_try_part(amaxes, r, box) for r in candidates]
+    trials.sort(key=lambda t: -t.match.equal)
+    proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MOST_PROVED]
+    whole = {t.match.recipe: _try(q, x, t.recipe, t.amaxes) for t in proved}
+    return [whole.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
+
+
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
     """The best of what r gives under each amax that may have been the tensor's."""
+    return _try(q, x, r, Amaxes(q, x).of(r, hadamard), hadamard)
+
+
+def _try(q: Quantized, x: np.ndarray, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False) -> Match:
+    """Under each amax, until one makes all bytes."""
     best = None
-    for amax in _tensor_amaxes(q, x, r, hadamard):
+    for amax in amaxes:
         found = _match_under(q, x, r, amax, hadamard)
         best = found if best is None or found.equal > best.equal else best
         if best.equal == best.total:
             break
     assert best is not None  # there is always one
     return best
+
+
+def _try_part(whole: Amaxes, r: Recipe, box: Box) -> Trial:
+    """Under each amax of the whole, on a box of it."""
+    q, x = whole.q, whole.x[box]
+    best: Trial | None = None
+    for amax in whole.of(r):
+        part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
+        given = part.tensor_amax if amax is not None else _of_tensor(whole, r)
+        found = _match_under(part, x, r, given, False)
+        if best is None or found.equal > best.match.equal:
+            best = Trial(r, found, (amax,))
+        elif found.equal == best.match.equal:
+            best = best._replace(amaxes=(*best.amaxes, amax))
+    assert best is not None
+    return best
+
+
+def _of_tensor(whole: Amaxes, r: Recipe) -> np.ndarray | None:
+    """The amax of the whole where one covers it all, and a part would have another; None where it cannot be given."""
+    own = whole.own(r) if r.tensor_scaling == "tensor" else None
+    return None if own is None or np.isnan(own).any() else own.max()
 
 
 def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
@@ -206,68 +263,12 @@ def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None
     return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
 
-def _tensor_amaxes(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
-    """The amaxes to quantize with, the likeliest first; None takes it from x.
-
-    The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied one, and then
-    others that give the same scale by another encode scale.
-    """
-    nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))  # of x: cannot be given
-    if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or nan:
-        yield None
-        return
-    if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
-        yield q.tensor_amax
-        return
-    yield from amaxes_of(q.tensor_scale, r, q.dtype, _own_or_implied(q, x, r, hadamard))
-
-
-def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode scales."""
-    amax = _implied(scale, r, dtype) if likely is None else likely
-    yield amax
-    seen = [tensor_scale(amax, r, dtype).encode]
-    for other in _others(amax, scale, r, dtype):
-        encode = tensor_scale(other, r, dtype).encode
-        if not any(np.array_equal(encode, known) for known in seen):
-            seen.append(encode)
-            yield other
-
-
-def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """The amax that the scale implies; where no amax gives it, the one that it covers."""
-    implied = implied_amax(scale, r, dtype)
-    with np.errstate(over="ignore"):
-        return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
-
-
-def _own_or_implied(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-    implied = _implied(q.tensor_scale, r, q.dtype)
-    own = compute_tensor_amax(np.moveaxis(x, q.axis, -1), r, SIGN_MASKS[hadamard])
-    if own.shape != implied.shape or np.isnan(own).any():
-        return implied
-    return np.where(same_scale(_decode_scale(own, r, q), q.tensor_scale), own, implied)
-
-
-def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode scale."""
-    first, last = amax_interval(scale, r, dtype, NEAR)
-    usual = (scale > 0) & np.isfinite(scale) & (first <= last)
-    for step in range(MOST_NEIGHBOURS):
-        bits = np.minimum(first + step, last).astype(np.int32)
-        yield np.where(usual, bits.view(np.float32), amax)
-
-
-def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    return tensor_scale(amax, r, q.dtype).decode
-
-
 # ---- what no recipe alone reproduces ----------------------------------------------------------------------------------------
 
 
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Those of hadamard alone first, then of stochastic rounding."""
-    box = _probe(q)
+    box = _part(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
     fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling]
@@ -280,13 +281,13 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
                     yield Variation(name_of(r), hadamard, stochastic)
 
 
-def _probe(q: Quantized) -> Box:
-    """A part of about PROBE elements: whole along the quantized axis, some of the first rows of the others."""
-    steps, left = list(q.shape), max(PROBE // max(q.shape[q.axis], 1), 1)
+def _part(q: Quantized, elements: int) -> Box:
+    """A part of about so many elements: whole along the quantized axis, some of the first rows of the others, in whole blocks."""
+    steps, left, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(steps))):
         if axis != q.axis:
-            steps[axis] = min(steps[axis], left)
-            left = max(left // max(steps[axis], 1), 1)
+            steps[axis] = min(steps[axis], max(left // rows, 1) * rows)
+            left, rows = max(left // max(steps[axis], 1), 1), 1
     return tuple(slice(0, n) for n in steps)
 
 

@@ -1,0 +1,88 @@
+"""The amaxes that a stored tensor scale leaves open: what identify quantizes with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fp4kit.call.parse import TE_SIGN_MASK, Hadamard
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.reference.engine import compute_tensor_amax
+from fp4kit.reference.implied import NEAR, amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.scaling import tensor_scale
+
+MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried
+SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
+
+
+class Amaxes:
+    """The amaxes that may have been those of the tensor q, which x was."""
+
+    def __init__(self, q: Quantized, x: np.ndarray) -> None:
+        self.q, self.x = q, x
+        self.found: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def own(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
+        """That of x, as r finds it."""
+        key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
+        if key not in self.found:
+            self.found[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
+        return self.found[key]
+
+    def of(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
+        """The amaxes to quantize with, the likeliest first; None takes it from x.
+
+        The known one where it gives q's tensor scale; else, by r's own rule, that of x where it does, or the implied one, and
+        then others that give the same scale by another encode scale.
+        """
+        q = self.q
+        nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))  # of x: cannot be given
+        if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or nan:
+            yield None
+            return
+        if q.tensor_amax is not None and same_scale(_decode_scale(q.tensor_amax, q.recipe, q), q.tensor_scale).all():
+            yield q.tensor_amax
+            return
+        yield from amaxes_of(q.tensor_scale, r, q.dtype, self._own_or_implied(r, hadamard))
+
+    def _own_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
+        q = self.q
+        own, implied = self.own(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
+        if own.shape != implied.shape or np.isnan(own).any():
+            return implied
+        return np.where(same_scale(_decode_scale(own, r, q), q.tensor_scale), own, implied)
+
+
+def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Amaxes that r makes a stored tensor scale of: a likely one (None: the implied one), then those of other encode scales."""
+    amax = _implied(scale, r, dtype) if likely is None else likely
+    yield amax
+    seen = [tensor_scale(amax, r, dtype).encode]
+    for other in _others(amax, scale, r, dtype):
+        encode = tensor_scale(other, r, dtype).encode
+        if not any(np.array_equal(encode, known) for known in seen):
+            seen.append(encode)
+            yield other
+
+
+def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
+    """The amax that the scale implies; where no amax gives it, the one that it covers."""
+    implied = implied_amax(scale, r, dtype)
+    with np.errstate(over="ignore"):
+        return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
+
+
+def _others(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Amaxes of the same scales, one after the other: a few neighbours. A rule that rounds to 16 bits gives one encode scale."""
+    first, last = amax_interval(scale, r, dtype, NEAR)
+    usual = (scale > 0) & np.isfinite(scale) & (first <= last)
+    for step in range(MOST_NEIGHBOURS):
+        bits = np.minimum(first + step, last).astype(np.int32)
+        yield np.where(usual, bits.view(np.float32), amax)
+
+
+def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
+    return tensor_scale(amax, r, q.dtype).decode
