@@ -70,7 +70,13 @@ def _tensor(r: Recipe) -> list[str]:
 
 
 def _element(r: Recipe) -> list[str]:
-    flags = {"kDivide": r.apply == "divide", "kFlush": r.flush, "kRoundScaled": r.round_scaled, "kNarrow": r.narrow}
+    flags = {
+        "kDivide": r.apply != "multiply",
+        "kCompare": r.apply == "compare",
+        "kFlush": r.flush,
+        "kRoundScaled": r.round_scaled,
+        "kNarrow": r.narrow,
+    }
     return [
         f"using Format = {_format(r.element)};",
         f"static constexpr Rounding kRounding = Rounding::{r.rounding};",

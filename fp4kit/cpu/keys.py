@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp4kit import formats
-from fp4kit.cuda.traits import is_same
+from fp4kit.cuda.traits import is_same, then_encodes
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe
 
@@ -40,6 +40,8 @@ def not_encoded(r: Recipe) -> str | None:
     """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
     if r.four_over_six:
         return "4over6, which tries two scales"
+    if then_encodes(r):
+        return "a tensor scale that elements meet after their block's"
     if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
         return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
     return None

@@ -18,11 +18,11 @@ from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4,
 from fp4kit.recipes import RECIPES, Recipe, rules
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
-E8M0_RULES = ("floor", "ceil", "even", "rceil", "te", "te_reference", "modelopt", "compressed_tensors")
-MULTIPLY_RULES = ("te", "torchao")  # of E4M3 scales; the factors of the others divide
-DIVIDE_RULES = ("modelopt", "modelopt_static", "compressed_tensors")
+E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
+E4M3_RULES = ("te", "torchao", "modelopt", "gguf", "mlx", "mlx_metal")
+TENSOR_SCALE_RULES = ("te", "torchao", "modelopt", "mlx", "mlx_metal", "modelopt_static", "compressed_tensors")
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
-E8M0_DECODE = ("e8m0", "e8m0_flashinfer_host", "e8m0_flashinfer_api", "e8m0_unbounded")
+E8M0_DECODE = tuple(name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",))
 FIELDS = tuple(field.name for field in fields(Recipe))
 Rng = np.random.Generator
 
@@ -96,7 +96,9 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six else {"rounding": _pick(rng, ("rn", "rz", "rna", "rnz"))}
+    if r.four_over_six or r.apply == "compare":
+        return {}
+    return {"rounding": _pick(rng, rules.ROUNDINGS[:-1] if r.element.is_integer else rules.ROUNDINGS)}
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
@@ -135,17 +137,17 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
     with_amax = ("te",) if r.tensor_scaling != "none" else ()
-    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", *with_amax))}
+    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "gguf", *with_amax))}
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
-    if r.scale == E8M0:
-        return {"block_rule": f"e8m0_{_pick(rng, E8M0_RULES)}"}
-    rule = _pick(rng, (*MULTIPLY_RULES, *DIVIDE_RULES[: None if r.tensor_scaling != "none" else 1]))
-    return {"block_rule": rule, "apply": "divide" if rule in DIVIDE_RULES else "multiply"}
+    with_tensor = r.tensor_scaling != "none"
+    rule = _pick(rng, E8M0_RULES if r.scale == E8M0 else TENSOR_SCALE_RULES if with_tensor else E4M3_RULES)
+    apply = rules.BLOCK_RULES[rule].apply
+    return {"block_rule": rule, "apply": apply} | ({"rounding": "first"} if apply == "compare" else {})
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
@@ -157,11 +159,11 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six else {"round_scaled": not r.round_scaled}
+    return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six or r.element.is_integer else {"nan_is_max": not r.nan_is_max}
+    return {} if r.four_over_six or r.element.is_integer or r.apply == "compare" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:

@@ -52,6 +52,10 @@ static void encode_elements(const void* elements, const float* factors, i64 coun
   using Format = typename E::Format;
   const auto* x = static_cast<const typename Input<In>::Bits*>(elements);
   for (i64 i = 0; i < count; ++i) {
+    if constexpr (E::kCompare) {
+      codes[i] = static_cast<u8>(encode<Format, E::kRounding, E::kSign, 0u>(Input<In>::value(x[i]), factors[i]));
+      continue;
+    }
     const float y = scaled<E, In>(Input<In>::value(x[i]), factors[i]);
     if constexpr (kStochastic) {
       codes[i] = static_cast<u8>(encode_stochastic<Format>(y, random[i]));

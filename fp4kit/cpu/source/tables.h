@@ -27,7 +27,7 @@ constexpr Scales kScalesOf[kInputs] = {kScales<R, Float32>, kScales<R, Float16>,
 template <class F, bool divides, bool flushes, bool rounds>
 struct Stochastic {
   using Format = F;
-  static constexpr bool kDivide = divides, kFlush = flushes, kRoundScaled = rounds;
+  static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds;
 };
 template <class E, class In>
 constexpr Encode stochastic_of() {
@@ -57,7 +57,7 @@ const TensorEntry kTensors[] = {
 FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide && !E::kCompare, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
 };
 

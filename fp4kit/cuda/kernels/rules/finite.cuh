@@ -22,7 +22,7 @@ struct ShortWay {
   static constexpr bool kOwnSigns = R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
   static constexpr bool kSigns = R::kStochastic || kOwnSigns || kTold;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
-  static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
+  static constexpr bool kExists = kQuotient && !R::kThenEncode && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
                                  !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
