@@ -48,7 +48,7 @@ def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
         is_zero = name.startswith("flashinfer") and amax < 2.0**-126
         if name in WRAPPING:
             is_zero = not np.isfinite(amax)
-            factor = np.where((codes >= 234) & (0 < amax < 2.0**-125), factors[1.0], factor)  # test_file_recipes
+            factor = np.where((codes >= 234) & (0 < amax < 2.0**-125), factors[1.0], factor)  # test_gguf_mlx
         assert_same_bits(factor, np.zeros(256, np.float32) if is_zero else factors[1.0])
 
 

@@ -123,8 +123,9 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "first of integers": (
         "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
     ),
+    "first of NaN": ("mxfp4-mlx-cpu", {"nan_code": 7}, V, "nan_code is 7; rounding 'first' takes the first of equal errors"),
     "compared without a rule": (
-        "fp8-modelopt", {"apply": "compare", "rounding": "first"}, V, "needs a block_rule, which gives the factor that codes"
+        "fp8-modelopt", {"apply": "compare", "rounding": "first", "nan_code": 0}, V, "needs a block_rule, which gives"
     ),
     "compared and rounded": ("mxfp4-gguf", {"rounding": "rn"}, V, "rounding is 'rn'; apply 'compare' takes the nearest value"),
     "compared and scaled": ("mxfp4-gguf", {"round_scaled": True}, V, "has no meaning with apply 'compare'"),

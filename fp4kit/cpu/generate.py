@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4kit.cpu.keys import element_key, rule_key, tensor_key
-from fp4kit.cuda.traits import format_struct
+from fp4kit.cuda.traits import format_struct, then_encodes
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.table import recipe
@@ -76,6 +76,7 @@ def _element(r: Recipe) -> list[str]:
         "kFlush": r.flush,
         "kRoundScaled": r.round_scaled,
         "kNarrow": r.narrow,
+        "kThenEncode": then_encodes(r),
     }
     return [
         f"using Format = {_format(r.element)};",

@@ -28,7 +28,7 @@ def tensor_key(r: Recipe) -> str | None:
 
 def element_key(r: Recipe) -> str:
     """Of what makes a code of an element and a factor, where both are finite."""
-    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
+    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(r)
     return " ".join([_name(r.element), r.apply, r.rounding, r.sign, *flags])
 
 
@@ -40,8 +40,6 @@ def not_encoded(r: Recipe) -> str | None:
     """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
     if r.four_over_six:
         return "4over6, which tries two scales"
-    if then_encodes(r):
-        return "a tensor scale that elements meet after their block's"
     if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
         return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
     return None

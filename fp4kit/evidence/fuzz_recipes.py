@@ -98,7 +98,8 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
     if r.four_over_six or r.apply == "compare":
         return {}
-    return {"rounding": _pick(rng, rules.ROUNDINGS[:-1] if r.element.is_integer else rules.ROUNDINGS)}
+    rounding = _pick(rng, [name for name in rules.ROUNDINGS if name != "first" or not (r.element.is_integer or r.nan_is_max)])
+    return {"rounding": rounding} | ({"nan_code": 0} if rounding == "first" else {})
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def _sign(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    return {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
+    return {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     with_tensor = r.tensor_scaling != "none"
     rule = _pick(rng, E8M0_RULES if r.scale == E8M0 else TENSOR_SCALE_RULES if with_tensor else E4M3_RULES)
     apply = rules.BLOCK_RULES[rule].apply
-    return {"block_rule": rule, "apply": apply} | ({"rounding": "first"} if apply == "compare" else {})
+    return {"block_rule": rule, "apply": apply} | ({"rounding": "first", "nan_code": 0} if apply == "compare" else {})
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
@@ -163,7 +164,7 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six or r.element.is_integer or r.apply == "compare" else {"nan_is_max": not r.nan_is_max}
+    return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
