@@ -13,7 +13,7 @@ from inputs import BF16
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, E4M3
+from fp4kit.formats import E2M1, E4M3, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -221,6 +221,9 @@ def test_scales_of_mlx(name, dtype, either_engine):
     scalar, largest = np.dtype(dtype).type, RECIPES[name].element.max
     top = {4: 120.0, 2: 15.0 if dtype == np.float16 else 120.0}[np.dtype(dtype).itemsize]
     amaxes = np.exp2(np.random.default_rng(2).uniform(-24 if dtype == np.float16 else -148, top, 300)).astype(dtype)
+    edges = (largest * 2.0 ** np.arange(-12, 7)).astype(dtype)  # s is a power of two, and next to one
+    bits = edges.view(unsigned(edges.dtype))
+    amaxes = np.concatenate([amaxes, edges, (bits + 1).view(dtype), (bits - 1).view(dtype)])
     exponents = [exponent_of_mlx(amax, largest, scalar, name.endswith("0321")) for amax in amaxes]
     q = fp4kit.quantize(blocks_of(amaxes, name, dtype), name)
     assert q.block_scale[:, 0].tolist() == [n + 127 & 0xFF for n in exponents]
