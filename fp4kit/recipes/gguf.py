@@ -15,10 +15,11 @@ def recipes() -> Iterator[Recipe]:
     yield of_format(
         NVFP4, "nvfp4-gguf", tensor_scaling="none", block_rule="gguf", decode_rule="gguf", apply="compare", **FIRST,
         source="llama.cpp ggml-quants.c quantize_row_nvfp4_ref",
-        exact="its C function; there is no tensor scale, and every block scale of 248 or more becomes 448",
+        exact="its C function; no tensor scale; scales from 248 on become 448, half-way ones go up; elements beyond 2^36 are 0",
     )  # fmt: skip
     yield of_format(
         MXFP4, "mxfp4-gguf", block_rule="e8m0_gguf", decode_rule="e8m0_gguf", apply="compare", **FIRST,
         source="llama.cpp ggml-quants.c quantize_row_mxfp4_ref",
-        exact="its C function, and gguf.quants.quantize but for blocks with NaN; x86-64 where a scale byte wraps (amax < 2^-125)",
+        exact="its C function, and gguf.quants.quantize but for blocks with NaN; its log2f makes the scale twice as large for an "
+        "amax a few ulp below a power of two; scale bytes wrap for an amax below 2^-125, as x86-64 casts them, and codes are 0",
     )  # fmt: skip
