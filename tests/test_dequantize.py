@@ -1,5 +1,7 @@
 """dequantize: values are codes times scales, in the producer's order; what quantizing again and powers of two leave alone."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,9 +78,10 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
             assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
 
 
-@recipes
+@pytest.mark.parametrize("name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321", name)])
 def test_quantizing_again_changes_no_value(name):
-    """Under the same tensor_amax; a power-of-two scale may halve while its codes double."""
+    """Under the same tensor_amax; a power-of-two scale may halve while its codes double. MXFP4 of the old MLX loses there: a
+    block whose largest value is 4 gets the nearest scale, which is half, and an 8 there is not."""
     q = fp4kit.quantize(ORDINARY, name)
     values = fp4kit.dequantize(q)
     again = fp4kit.quantize(values, name, tensor_amax=q.tensor_amax)

@@ -4,6 +4,7 @@ That the bytes are the producers' is test_golden.py's part. Here an array's byte
 otherwise.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -152,10 +153,10 @@ def test_the_input_is_not_modified(name):
 # ---- dtypes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "compressed-tensors" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if not re.search("compressed-tensors|mlx-cpu", name)])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_16_bit_inputs_are_widened_exactly(name, dtype):
-    """compressed-tensors rounds intermediate results to the dtype of its input; no other producer does."""
+    """compressed-tensors, and MLX on a CPU, round intermediate results to the dtype of their input; no other producer does."""
     x = FINITE[dtype]
     q = fp4kit.quantize(x, name)
     assert_same_bits(q, fp4kit.quantize(x.astype(np.float32), name))

@@ -21,6 +21,7 @@ from fp4kit.reference.scaling import ONE, TensorScale, tensor_scale
 names = pytest.mark.parametrize("name", NAMES)
 # Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max / amax.
 AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
+AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 
 
 def again(x, q, name=None, **options):

@@ -37,10 +37,10 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "block_rule": ("nvfp4-te", {"block_rule": "e4m3"}, V, "block_rule is 'e4m3'; needs one of te, flashinfer"),
     "decode_rule": ("nvfp4-te", {"decode_rule": None}, V, "decode_rule is None; needs one of product, te"),
     "fake_rule": ("nvfp4-te", {"fake_rule": "te"}, V, "fake_rule is 'te'; needs one of nvfp4_modelopt_triton"),
-    "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide"),
-    "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz"),
+    "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide, compare"),
+    "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, first"),
     "rounding as a list": ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
-    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive"),
+    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive, unsigned_zero"),
     "amax_nan": ("nvfp4-te", {"amax_nan": "drop"}, V, "amax_nan is 'drop'; needs one of ignore, propagate, lanes"),
     "nan_code": ("nvfp4-te", {"nan_code": 16}, V, "nan_code is 16; needs a code of E2M1, 0 to 15, or None"),
     "negative nan_code": ("nvfp4-te", {"nan_code": -1}, V, "nan_code is -1; needs a code of E2M1"),
@@ -120,6 +120,18 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "static without blocks": ("fp8-modelopt", {"static": True}, V, "static is True; needs block scales"),
     "NaN that is none": ("mxfp4-flashinfer", {"nan_is_max": True}, V, "needs an element with a NaN and no nan_code"),
     "NaN of two codes": ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element with a NaN and no nan_code"),
+    "first of integers": (
+        "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
+    ),
+    "first of NaN": ("mxfp4-mlx-cpu", {"nan_code": 7}, V, "nan_code is 7; rounding 'first' takes the first of equal errors"),
+    "compared without a rule": (
+        "fp8-modelopt", {"apply": "compare", "rounding": "first", "nan_code": 0}, V, "needs a block_rule, which gives"
+    ),
+    "compared and rounded": ("mxfp4-gguf", {"rounding": "rn"}, V, "rounding is 'rn'; apply 'compare' takes the nearest value"),
+    "compared and scaled": ("mxfp4-gguf", {"round_scaled": True}, V, "has no meaning with apply 'compare'"),
+    "under a tensor scale": (
+        "nvfp4-gguf", {"tensor_rule": "te", "tensor_scaling": "tensor"}, V, "block_rule 'gguf' has no tensor scale above it"
+    ),
     "another E4M3": ("nvfp4-modelopt", {"element": ElementFormat("E4M3", 2, 1, 1)}, V, "needs another name: E4M3 is"),
 }  # fmt: skip
 
@@ -194,7 +206,7 @@ def test_names_of_rules_are_those_of_the_specification():
     assert named(scaling, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert named(dequantize, "decode_") == {*rules.DECODE_RULES}
     assert {*fake.FAKE_RULES} == {*rules.FAKE_RULES}
-    assert set(rules.ROUNDINGS) == set(ROUNDINGS) and set(rules.SIGNS) == set(codec.SIGNS)
+    assert set(rules.ROUNDINGS) == {*ROUNDINGS, "first"} and set(rules.SIGNS) == set(codec.SIGNS)
 
 
 def test_names_of_rules_are_those_of_the_kernels():

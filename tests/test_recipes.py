@@ -8,12 +8,12 @@ import pytest
 import fp4kit
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import ALIASES, RECIPES, Recipe
+from fp4kit.recipes.rules import ROUNDINGS
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
 from fp4kit.reference.scaling import TENSOR_RULES
-from fp4kit.rounding import ROUNDINGS
 
 recipes = pytest.mark.parametrize("r", RECIPES.values(), ids=list(RECIPES))
 FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3 E3M2", "E8M0"), "mxfp8": ("E4M3 E5M2", "E8M0"),

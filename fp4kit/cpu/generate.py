@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key
-from fp4kit.cuda.traits import decode_rule, format_struct
+from fp4kit.cuda.traits import decode_rule, format_struct, then_encodes
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.table import recipe
@@ -73,7 +73,14 @@ def _tensor(r: Recipe) -> list[str]:
 
 
 def _element(r: Recipe) -> list[str]:
-    flags = {"kDivide": r.apply == "divide", "kFlush": r.flush, "kRoundScaled": r.round_scaled, "kNarrow": r.narrow}
+    flags = {
+        "kDivide": r.apply != "multiply",
+        "kCompare": r.apply == "compare",
+        "kFlush": r.flush,
+        "kRoundScaled": r.round_scaled,
+        "kNarrow": r.narrow,
+        "kThenEncode": then_encodes(r),
+    }
     return [
         f"using Format = {_format(r.element)};",
         f"static constexpr Rounding kRounding = Rounding::{r.rounding};",

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from fp4kit import formats
-from fp4kit.cuda.traits import is_same
+from fp4kit.cuda.traits import is_same, then_encodes
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe
 
@@ -29,7 +29,7 @@ def tensor_key(r: Recipe) -> str | None:
 
 def element_key(r: Recipe) -> str:
     """Of what makes a code of an element and a factor, where both are finite."""
-    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
+    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(r)
     return " ".join([_name(r.element), r.apply, r.rounding, r.sign, *flags])
 
 

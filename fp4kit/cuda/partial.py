@@ -36,7 +36,7 @@ ARGUMENTS: Mapping[str, np.dtype] = {
     "partial_scales": _arguments(
         "block_amax tensor_amax factors scales tensor_scale", "rows columns block_at factor_at scale_at tensor_at"
     ),
-    "partial_cast": _arguments("values packed factors", "start end columns run_at factor_at"),
+    "partial_cast": _arguments("values packed factors tensor_amax", "start end columns run_at factor_at tensor_at"),
     "partial_place": _arguments("from to", "start end from_at to_at"),
 }
 
@@ -141,5 +141,6 @@ def cast_shard(
     table = arguments("partial_scales", **amaxes, factors=factors, rows=rows, columns=K, block_at=first * wide)
     launch("partial_scales", r, x.dtype, table, (last - first) * wide, device)
     places = {"start": start, "end": end, "columns": K, "factor_at": -first * wide}
-    table = arguments("partial_cast", values=x, packed=packed, factors=factors, **places)
+    pointers = {"values": x, "packed": packed, "factors": factors, "tensor_amax": amaxes["tensor_amax"]}
+    table = arguments("partial_cast", **pointers, **places)
     launch("partial_cast", r, x.dtype, table, run_count(start, end), device)

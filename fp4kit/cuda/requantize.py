@@ -15,6 +15,7 @@ from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.cuda.ways import KEPT
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
 
 _POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
 _KEEP = np.dtype([(name, "u8") for name in _POINTERS] + [("blocks", "i8"), ("source_block", "i8")])
@@ -42,7 +43,7 @@ def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
     """
     extent = interop.cupy().zeros(3, np.uint32)
     arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
-    unsigned_zero = r.decode_rule == "e8m0_flashinfer_host"
+    unsigned_zero = DECODE_RULES[r.decode_rule].unsigned_zero
     for kernel in ("exponents_kernel", "keep_kernel"):
         launch = _keep_launch(kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id)
         launch(*map(address, arrays))

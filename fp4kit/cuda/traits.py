@@ -9,6 +9,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import BLOCK_RULES
 
 FINDERS = 8  # thread blocks of a cluster, which find the amax of a small array together: as many as every GPU with clusters has
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
@@ -53,6 +54,11 @@ def has_table(r: Recipe) -> bool:
     return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
+def then_encodes(r: Recipe) -> bool:
+    """Whether elements meet the tensor's encode scale after the factor of their block."""
+    return r.tensor_rule is not None and r.block_rule is not None and BLOCK_RULES[r.block_rule].then_encode
+
+
 def _recipe_facts(r: Recipe) -> dict[str, object]:
     """Constants of R that are the recipe's own fields."""
     return {
@@ -65,7 +71,9 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kHasTable": has_table(r),
         "bool kPropagateNan": r.amax_nan == "propagate",
         "bool kFlush": r.flush,
-        "bool kDivide": r.apply == "divide",
+        "bool kDivide": r.apply != "multiply",
+        "bool kCompare": r.apply == "compare",
+        "bool kThenEncode": then_encodes(r),
         "bool kRoundScaled": r.round_scaled,
         "bool kNanIsMax": r.nan_is_max,
         "bool kNarrow": r.narrow,

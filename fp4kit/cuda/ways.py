@@ -210,7 +210,7 @@ def _row_grid(w: Work, device: int) -> int:
     0.91, 0.97, 0.99, 1.01 with swizzled scales. nvfp4-te-rowscaled with 96, with all that there is work for: 1.03, 0.99.
     """
     r, (rows, columns) = w.recipe, w.seen_shape
-    if w.values and r.block and r.apply != "divide":
+    if w.values and r.block and r.apply == "multiply":
         return grid(value_blocks(rows, columns, w.dtype, VALUE_RUNS), device, UNLIMITED)
     rows, _ = padded_shape((rows, columns), w.layout)  # threads go through the padding too
     work = -(-rows * (-(-columns // 16) * 16) * w.dtype.itemsize // (THREAD_BYTES * THREADS))

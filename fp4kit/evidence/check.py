@@ -20,8 +20,9 @@ from fp4kit.evidence.engines import SPECIFICATION, Engine
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS, Row
 from fp4kit.formats import E8M0, bit_patterns
-from fp4kit.layouts import unpack
+from fp4kit.layouts import pack_gguf, pack_mlx, unpack
 from fp4kit.ops.amax import amax as op_amax
+from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe, recipe
@@ -59,11 +60,13 @@ class Operations(NamedTuple):
     fake_quantize: Callable[..., np.ndarray]
     fake_quantize_backward: Callable[..., np.ndarray]
     amax: Callable[..., np.ndarray]
+    dequantize: Callable[..., np.ndarray]
 
     @classmethod
     def of(cls, engine: Engine) -> Operations:
         """Those of an engine."""
-        return cls(*(partial(engine.call, function) for function in (quantize, fake_quantize, fake_quantize_backward, op_amax)))
+        functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize)
+        return cls(*(partial(engine.call, function) for function in functions))
 
 
 SPECIFIED = Operations.of(SPECIFICATION)
@@ -145,10 +148,17 @@ class Case:
                 return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
         return None
 
+    def global_scale(self) -> np.ndarray | None:
+        """MLX's, which is an amax; its Metal variants have that of the CPU."""
+        own = self.part("global_scale")
+        key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
+        return self.golden.get(self.row.file, key) if own is None else own
+
     def arguments(self) -> dict[str, Any]:
         """Arguments of the call: the row's options, and the amaxes that the file supplies."""
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
+        amax = self.global_scale() if self.row.given == "global_scale" else amax
         if self.row.given and amax is not None and not np.isnan(amax).any():
             options["tensor_amax"] = amax.astype(np.float32)
         block = self.part("block_amax")
@@ -157,6 +167,11 @@ class Case:
         return options
 
 
+RAW: dict[str, Callable[[Any], np.ndarray]] = {
+    "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
+    "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
+    "mlx": lambda q: pack_mlx(q.packed),
+}
 SKIPS: dict[str, Callable[[Case], Mask]] = {
     "nan_scale": _skip_nan_scale,
     "nonfinite_block": _skip_nonfinite_block,
@@ -173,7 +188,8 @@ def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
         if name.endswith(row.inputs):
-            yield Case(row, golden, name, r, golden.input(name), ops)
+            x = golden.input(name, row.file)
+            yield Case(row, golden, name, r, x.astype(np.float32) if row.widen else x, ops)
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
@@ -216,6 +232,16 @@ def _arrays(case: Case) -> Compared:
             by_block,
         )
     yield from _tensor_arrays(case)
+    yield from _stored_arrays(case, skip)
+
+
+def _stored_arrays(case: Case, skip: Mask) -> Compared:
+    """The bytes of the producer's files, and the values that they stand for."""
+    raw, values = case.part("raw"), case.part("dequant")
+    if case.row.raw and raw is not None:
+        yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
+    if case.row.decoded and values is not None:
+        yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
 
 
 def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -241,7 +267,9 @@ def _tensor_arrays(case: Case) -> Compared:
     none = np.False_
     if amax is not None and not case.row.given:
         yield case.key("global_amax"), case.q.tensor_amax.reshape(-1), amax.reshape(-1), none
-    if scale is not None and case.q.tensor_amax is not None:
+    if scale is not None and case.row.given == "global_scale":
+        yield case.key("global_scale"), case.q.tensor_amax.reshape(-1), scale, none
+    elif scale is not None and case.q.tensor_amax is not None:
         ours = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
         decode_direction = case.row.file in ("modelopt", "ao")
         yield case.key("global_scale"), (ours.decode if decode_direction else ours.encode).reshape(-1), scale.reshape(-1), none

@@ -18,11 +18,11 @@ from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4,
 from fp4kit.recipes import RECIPES, Recipe, rules
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
-E8M0_RULES = ("floor", "ceil", "even", "rceil", "te", "te_reference", "modelopt", "compressed_tensors")
-MULTIPLY_RULES = ("te", "torchao")  # of E4M3 scales; the factors of the others divide
-DIVIDE_RULES = ("modelopt", "modelopt_static", "compressed_tensors")
+E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
+E4M3_RULES = ("te", "torchao", "modelopt", "gguf", "mlx", "mlx_metal")
+TENSOR_SCALE_RULES = ("te", "torchao", "modelopt", "mlx", "mlx_metal", "modelopt_static", "compressed_tensors")
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
-E8M0_DECODE = ("e8m0", "e8m0_flashinfer_host", "e8m0_flashinfer_api", "e8m0_unbounded")
+E8M0_DECODE = tuple(name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",))
 FIELDS = tuple(field.name for field in fields(Recipe))
 Rng = np.random.Generator
 
@@ -96,15 +96,18 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six else {"rounding": _pick(rng, ("rn", "rz", "rna", "rnz"))}
+    if r.four_over_six or r.apply == "compare":
+        return {}
+    rounding = _pick(rng, [name for name in rules.ROUNDINGS if name != "first" or not (r.element.is_integer or r.nan_is_max)])
+    return {"rounding": rounding} | ({"nan_code": 0} if rounding == "first" else {})
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.element.is_integer else {"sign": _pick(rng, ("signbit", "negative", "not_positive"))}
+    return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    return {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
+    return {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
@@ -135,17 +138,17 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
     with_amax = ("te",) if r.tensor_scaling != "none" else ()
-    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", *with_amax))}
+    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "gguf", *with_amax))}
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
-    if r.scale == E8M0:
-        return {"block_rule": f"e8m0_{_pick(rng, E8M0_RULES)}"}
-    rule = _pick(rng, (*MULTIPLY_RULES, *DIVIDE_RULES[: None if r.tensor_scaling != "none" else 1]))
-    return {"block_rule": rule, "apply": "divide" if rule in DIVIDE_RULES else "multiply"}
+    with_tensor = r.tensor_scaling != "none"
+    rule = _pick(rng, E8M0_RULES if r.scale == E8M0 else TENSOR_SCALE_RULES if with_tensor else E4M3_RULES)
+    apply = rules.BLOCK_RULES[rule].apply
+    return {"block_rule": rule, "apply": apply} | ({"rounding": "first", "nan_code": 0} if apply == "compare" else {})
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
@@ -157,11 +160,11 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six else {"round_scaled": not r.round_scaled}
+    return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six or r.element.is_integer else {"nan_is_max": not r.nan_is_max}
+    return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ Arrays = Mapping[str, Array]
 PACKED_NAME = "golden.npz"
 RECORDED = Path(__file__).parent / "recorded"
 _INPUTS = "inputs"
+_OWN_INPUT = "/input/values"
 _BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of bfloat16
 
 
@@ -96,26 +97,28 @@ class GoldenSet:
         """The names of the inputs, such as "normal__bf16"."""
         return self.keys(_INPUTS)
 
-    def input(self, name: str) -> Array:
-        """One input, a float32, float16 or bfloat16 array.
+    def input(self, name: str, file: str = _INPUTS) -> Array:
+        """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as `<input>/input/values`, that.
 
         Raises:
             KeyError: the set has no such input.
         """
-        array = self.get(_INPUTS, name)
+        own = name + _OWN_INPUT
+        array = self.get(file, own) if own in self.keys(file) else self.get(_INPUTS, name)
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
         """{variant: the inputs it was computed from} of one file.
 
-        Keys that do not begin with the name of an input are left out.
+        Keys that do not begin with the name of an input, of all files or of this one, are left out.
         """
-        inputs = frozenset(self.inputs())
+        own = (key.removesuffix(_OWN_INPUT) for key in self.keys(file) if key.endswith(_OWN_INPUT))
+        inputs = frozenset((*self.inputs(), *own))
         found: dict[str, dict[str, None]] = {}
         for key in self.keys(file):
             name, _, rest = key.partition("/")
             variant = rest.rpartition("/")[0]
-            if name in inputs and variant:
+            if name in inputs and variant not in ("", "input"):
                 found.setdefault(variant, {})[name] = None
         return {variant: tuple(names) for variant, names in found.items()}
 

@@ -12,7 +12,9 @@ class Row:
     """Variants of a file that a recipe must equal.
 
     inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
-    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), or "" (computed from x).
+    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale" (which is an
+    amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are cast.
+    decoded: values of the codes are compared, too. raw: how the file's own bytes are made of codes and scales, a key of RAW.
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
     columnwise codes as (M, K) and their scales as (M/block, K).
     """
@@ -27,6 +29,9 @@ class Row:
     skip: str = ""
     columnwise_in_place: bool = False
     fake: bool = False
+    widen: bool = False
+    decoded: bool = False
+    raw: str = ""
 
 
 def _te_rows() -> Iterator[Row]:
@@ -108,4 +113,26 @@ def _other_rows() -> Iterator[Row]:
         yield Row(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
 
 
-ROWS: tuple[Row, ...] = (*_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows())
+def _gguf_rows() -> Iterator[Row]:
+    for name in ("mxfp4", "nvfp4"):
+        yield Row(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
+    yield Row("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
+
+
+def _mlx_rows() -> Iterator[Row]:
+    for name in ("mxfp4", "mxfp8", "nvfp4"):
+        yield Row(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
+    yield Row("nvfp4-mlx-cpu-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx")
+    for name in ("mxfp4", "mxfp8"):
+        yield Row(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
+    yield Row("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")
+    yield Row("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
+    yield Row("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
+    yield Row("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
+    yield Row("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given="global_scale")
+
+
+ROWS: tuple[Row, ...] = (
+    *_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows(),
+    *_gguf_rows(), *_mlx_rows(),
+)  # fmt: skip

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUNDINGS = ("rn", "rz", "rna", "rnz")
-SIGNS = ("signbit", "negative", "not_positive")
+ROUNDINGS = ("rn", "rz", "rna", "rnz", "first")
+SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
-APPLIES = ("multiply", "divide")
+APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse")
 
@@ -20,7 +20,8 @@ class BlockRule(NamedTuple):
 
     scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements up to 6.
     needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
-    too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale.
+    too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale. then_encode: that is no
+    part of its factor: elements meet it afterwards. alone: no tensor scale stands above it.
     """
 
     scale: str
@@ -29,6 +30,8 @@ class BlockRule(NamedTuple):
     needs_tensor: bool = False
     flush: bool | None = False
     encode: bool = False
+    then_encode: bool = False
+    alone: bool = False
 
 
 _POWER = BlockRule("E8M0", flush=None)
@@ -51,6 +54,14 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "e8m0_flashinfer_fp8": _POWER,
     "e8m0_modelopt": _POWER,
     "e8m0_compressed_tensors": _POWER,
+    # llama.cpp and MLX
+    "gguf": BlockRule("E4M3", "compare", alone=True),
+    "e8m0_gguf": BlockRule("E8M0", "compare"),
+    "mlx": BlockRule("E4M3", "divide", encode=True, then_encode=True),
+    "mlx_metal": BlockRule("E4M3", encode=True),
+    "e8m0_mlx": BlockRule("E8M0", "divide"),
+    "e8m0_mlx_0321": BlockRule("E8M0", "divide"),
+    "e8m0_mlx_metal_0321": _POWER,
 }
 
 # What a tensor scale stands over: "E4M3" block scales; none, with "float" or "integer" elements.
@@ -61,6 +72,7 @@ TENSOR_RULES: dict[str, str] = {
     "flashinfer": "E4M3",
     "divided": "E4M3",
     "compressed_tensors": "E4M3",
+    "mlx": "E4M3",
     "fp8_modelopt": "float",
     "int_modelopt": "integer",
     "int4_qat": "integer",
@@ -68,10 +80,14 @@ TENSOR_RULES: dict[str, str] = {
 
 
 class DecodeRule(NamedTuple):
-    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode."""
+    """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode.
+
+    unsigned_zero: the code of -0 is +0.
+    """
 
     scales: tuple[str | None, ...]
     needs_amax: bool = False
+    unsigned_zero: bool = False
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -81,9 +97,12 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
-    "e8m0_flashinfer_host": _POWERS,
+    "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),
     "e8m0_flashinfer_api": _POWERS,
     "e8m0_unbounded": _POWERS,
+    "gguf": DecodeRule(("E4M3",), unsigned_zero=True),
+    "e8m0_gguf": DecodeRule(("E8M0",), unsigned_zero=True),
+    "e8m0_mlx": _POWERS,
 }
 
 

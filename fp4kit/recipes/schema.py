@@ -22,7 +22,7 @@ class Recipe:
     block: (rows, columns) that share a block scale; columns run along the quantized axis. None: no blocks.
     tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
     tensor_rule, block_rule, decode_rule, fake_rule: names of functions in reference/ (no fake_rule: dequantize(quantize(x))).
-    apply: whether elements are multiplied with or divided by the factor that the rules give.
+    apply: whether elements are multiplied with or divided by the factor that the rules give, or compared with codes times it.
     rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
     amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
     flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
@@ -50,9 +50,9 @@ class Recipe:
     tensor_rule: str | None = None
     decode_rule: str = "product"
     fake_rule: str | None = None
-    apply: Literal["multiply", "divide"] = "multiply"
+    apply: Literal["multiply", "divide", "compare"] = "multiply"
     rounding: str = "rn"
-    sign: Literal["signbit", "negative", "not_positive"] = "signbit"
+    sign: Literal["signbit", "negative", "not_positive", "unsigned_zero"] = "signbit"
     nan_code: int | None = None
     nan_is_max: bool = False
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"

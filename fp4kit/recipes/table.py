@@ -7,10 +7,10 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
-from fp4kit.recipes import compressed_tensors, flashinfer, microxcaling, modelopt, ocp, qat, te, torchao
+from fp4kit.recipes import compressed_tensors, flashinfer, gguf, microxcaling, mlx, modelopt, ocp, qat, te, torchao
 from fp4kit.recipes.schema import Recipe
 
-_PRODUCERS = (ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat)
+_PRODUCERS = (ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx)
 _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
@@ -22,7 +22,10 @@ def _table() -> dict[str, Recipe]:
 RECIPES: dict[str, Recipe] = _table()
 
 # Two names, one rule.
-ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"}
+ALIASES = {
+    "nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp",
+    "mxfp4-mlx-metal": "mxfp4-torchao-rceil", "mxfp8-mlx-metal": "mxfp8-te",  # 0.32.2 and later, but for blocks with inf or NaN
+}  # fmt: skip
 
 
 def recipes() -> tuple[str, ...]:
@@ -30,7 +33,7 @@ def recipes() -> tuple[str, ...]:
 
     >>> import fp4kit
     >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (74, 'nvfp4-te')
+    (86, 'nvfp4-te')
     """
     return tuple(RECIPES)
 

@@ -136,6 +136,8 @@ def _check_block_rule(r: Any) -> None:
         _refuse(r, "element", f"block_rule {r.block_rule!r} is for elements up to {E2M1.max:g}, such as E2M1")
     if r.apply != rule.apply:
         _refuse(r, "apply", f"block_rule {r.block_rule!r} gives a factor to {rule.apply} with")
+    if rule.alone and r.tensor_rule is not None:
+        _refuse(r, "tensor_rule", f"block_rule {r.block_rule!r} has no tensor scale above it; needs None")
     if rule.flush is not None and r.flush != rule.flush:
         _refuse(r, "flush", f"block_rule {r.block_rule!r} needs {rule.flush}")
     if rule.needs_tensor and r.tensor_scaling not in ("tensor", "row"):
@@ -225,6 +227,10 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 def _check_options(r: Any) -> None:
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
+    if r.rounding == "first":
+        _check_first(r)
+    if r.apply == "compare":
+        _check_comparison(r)
     if r.narrow and not r.element.is_integer:
         _refuse(r, "narrow", f"element is {r.element}; needs an integer, whose range has one more value below")
     if r.static and r.scale is None:
@@ -233,3 +239,21 @@ def _check_options(r: Any) -> None:
         _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
+
+
+def _check_first(r: Any) -> None:
+    """The first of equal errors, which those of a NaN are too, is that of code 0."""
+    if r.element.is_integer:
+        _refuse(r, "rounding", f"needs floats, whose values are compared; element is {r.element}")
+    if r.nan_code != 0:
+        _refuse(r, "nan_code", "rounding 'first' takes the first of equal errors, of a NaN too; needs 0")
+
+
+def _check_comparison(r: Any) -> None:
+    """Elements that are compared with values of codes are not scaled, so that what follows scaling has no meaning."""
+    if r.block_rule is None:
+        _refuse(r, "apply", "needs a block_rule, which gives the factor that codes are compared under")
+    if r.rounding != "first":
+        _refuse(r, "rounding", "apply 'compare' takes the nearest value, of equals the first; needs 'first'")
+    if r.round_scaled:
+        _refuse(r, "round_scaled", "has no meaning with apply 'compare', where no element is scaled; needs False")

@@ -84,3 +84,9 @@ def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     truncated = near.view(np.int32) - (np.abs(near.astype(np.float64)) > np.abs(x))
     odd = np.where(inexact, truncated | 1, near.view(np.int32)).astype(np.int32)
     return odd.view(np.float32).astype(dtype)
+
+
+def log2(x: np.ndarray) -> np.ndarray:
+    """Correctly rounded float32 log2."""
+    with np.errstate(divide="ignore"):
+        return np.log2(x.astype(np.float64)).astype(np.float32)

@@ -21,7 +21,22 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import INV6, divide_ftz, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.reference.arith import INV6, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.reference.block_rules_gguf_mlx import (  # noqa: F401  (found by name below)
+    code_e8m0_gguf,
+    code_e8m0_mlx,
+    code_e8m0_mlx_0321,
+    code_e8m0_mlx_metal_0321,
+    code_gguf,
+    code_mlx,
+    code_mlx_metal,
+    factor_e8m0_gguf,
+    factor_e8m0_mlx,
+    factor_e8m0_mlx_0321,
+    factor_gguf,
+    factor_mlx,
+    factor_mlx_metal,
+)
 from fp4kit.reference.codec import decode, encode, encode_e8m0
 from fp4kit.reference.scaling import ONE, TensorScale, round_to
 from fp4kit.rounding import exponent_field
@@ -206,19 +221,13 @@ def factor_e8m0_flashinfer_fp4(
 code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4, factor_e8m0_flashinfer_fp4
 
 
-def _log2(x: np.ndarray) -> np.ndarray:
-    """Correctly rounded float32 log2."""
-    with np.errstate(divide="ignore"):
-        return np.log2(x.astype(np.float64)).astype(np.float32)
-
-
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """ceil(log2(amax / max)) with a float32 log2, clamped to [-127, 127]; amax = 0 and NaN -> -127.
 
     The float32 log2 makes the exponent one too small for an amax a few ulp above max * 2^k (then the largest value saturates).
     """
     ratio = amax / recipe.element.max
-    exponent = np.ceil(_log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
+    exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
     return (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
 
 

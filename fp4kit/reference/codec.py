@@ -13,13 +13,16 @@ import numpy as np
 from fp4kit.formats import E8M0, ElementFormat
 from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
-Sign = Literal["signbit", "negative", "not_positive"]
+ONE = np.float32(1)
+Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which values get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those not above zero (+0 gets it).
-SIGNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "signbit": np.signbit,
-    "negative": lambda x: x < 0,
-    "not_positive": lambda x: ~(x > 0),
+# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those
+# not above zero (+0 gets it), those whose code is not that of zero.
+SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "signbit": lambda x, codes: np.signbit(x),
+    "negative": lambda x, codes: x < 0,
+    "not_positive": lambda x, codes: ~(x > 0),
+    "unsigned_zero": lambda x, codes: np.signbit(x) & (codes != 0),
 }
 
 
@@ -37,14 +40,34 @@ def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") ->
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
+def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
+    """Codes (uint8) of the magnitudes, in code order the first, for which float32 |value * step - a| is least; a >= 0, no NaN.
+
+    So ties go toward zero. Where a is so large that float32 errors are equal, and for inf, the first of them is the code of a
+    smaller value, or 0.
+    """
+    codes, least = np.zeros(a.shape, np.uint8), a
+    for code, value in enumerate(fmt.magnitudes[1:], 1):
+        error = np.abs(value * step - a)
+        codes, least = np.where(error < least, np.uint8(code), codes), np.where(error < least, error, least)
+    return codes
+
+
 def encode(
-    x: np.ndarray, fmt: ElementFormat, rounding: str = "rn", sign: Sign = "signbit", nan_code: int | None = None
+    x: np.ndarray,
+    fmt: ElementFormat,
+    rounding: str = "rn",
+    sign: Sign = "signbit",
+    nan_code: int | None = None,
+    step: np.ndarray | np.float32 = ONE,
 ) -> np.ndarray:
     """Codes of x: uint8, same shape.
 
     x: float32 (float16 and bfloat16 are widened, exactly).
-    rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero.
-    sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too).
+    rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero,
+        "first" the first code in order of the nearest value: first_of_least, with steps of which values are multiples.
+    sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too),
+        "unsigned_zero" (only x < 0 that does not round to zero).
     Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too); NaN becomes
     nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
     Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
@@ -59,15 +82,16 @@ def encode(
     if fmt.is_integer:
         codes = _encode_integer(x, fmt, rounding)
     else:
-        codes = _encode_float(x, fmt, rounding, sign)
+        codes = _encode_float(x, fmt, rounding, sign, step)
     if any_nan:
         codes = np.where(nan, np.uint8(fmt.nan_code if nan_code is None else nan_code), codes)
     return codes
 
 
-def _encode_float(x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign) -> np.ndarray:
-    codes = encode_magnitude(np.abs(x), fmt, rounding)
-    codes |= np.where(SIGNS[sign](x), np.uint8(fmt.sign_bit), np.uint8(0))
+def _encode_float(x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32) -> np.ndarray:
+    a = np.abs(x)
+    codes = first_of_least(a, fmt, step) if rounding == "first" else encode_magnitude(a, fmt, rounding)
+    codes |= np.where(SIGNS[sign](x, codes), np.uint8(fmt.sign_bit), np.uint8(0))
     return codes
 
 

@@ -13,6 +13,8 @@ from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range
 
+GGUF_ABOVE = np.float32(480)  # 15 * 2^5, the pattern of all ones as a number
+
 # Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
 # Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not be known.
 
@@ -56,6 +58,23 @@ def decode_e8m0_flashinfer_api(values: np.ndarray, scales: np.ndarray, tensor: T
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """ldexp(value, scale - 127): 255 is 2^128, so that 0.5 stays finite. Source: transformers convert_moe_packed_tensors."""
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
+
+
+def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_product with scales of 7 bits: bit 7 is ignored and 0x7F is 0, but 0xFF is 480; code 8 is +0. Source: llama.cpp."""
+    known = decode(scales & np.uint8(0x7F), E4M3)
+    scale = np.where(scales == 0xFF, GGUF_ABOVE, np.where(scales == 0x7F, np.float32(0), known))
+    return _unsigned_zero(values, recipe) * (scale[..., None] * tensor.decode)
+
+
+def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0_unbounded, but code 8 is +0. Source: llama.cpp dequantize_row_mxfp4."""
+    return decode_e8m0_unbounded(_unsigned_zero(values, recipe), scales, tensor, recipe)
+
+
+def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0, but 255 is 2^128, which is inf. Source: MLX mx.dequantize on a CPU."""
+    return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
 
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import multiply_ftz
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
@@ -61,7 +61,7 @@ def quantize_tile(
     """Codes (m, k) and block scales (m, k / block) of float32 x (m, k).
 
         scale = code(block_amax, tensor scale);   factor = factor(scale, block_amax, tensor scale)
-        code = encode(x * factor)   or   encode(x / factor)
+        code = encode(x * factor)   or   encode(x / factor)   or   the code of which value * factor is nearest to x
 
     tensor: scalars or (m, 1) or (m, blocks). amax: calibrated block amaxes, or None. random: bytes (m, k), or None.
     """
@@ -77,7 +77,7 @@ def quantize_tile(
         scales = rule.code(amax, tensor, recipe, dtype)
         factor = spread_rows(rule.factor(scales, amax, tensor, recipe, dtype), recipe, m)
         scales = spread_rows(scales, recipe, m)
-        codes = encode_elements(blocks, factor[..., None], recipe, dtype, random)
+        codes = encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor)
     return codes.reshape(m, k), scales
 
 
@@ -92,21 +92,25 @@ def encode_tile(
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
     if recipe.block_rule is None or scales is None:
         factor = tensor.decode if recipe.apply == "divide" else tensor.encode
-        return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k)
+        return encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor).reshape(m, k)
     amax = spread_rows(block_amax(x, recipe), recipe, m)
     if recipe.four_over_six:
         return encode_under(scales, blocks, amax, tensor, recipe).reshape(m, k)
     factor = BLOCK_RULES[recipe.block_rule].factor(scales, amax, tensor, recipe, dtype)
-    return encode_elements(blocks, factor[..., None], recipe, dtype, random).reshape(m, k)
+    return encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor).reshape(m, k)
 
 
 def encode_elements(
-    blocks: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype, random: np.ndarray | None
+    blocks: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype, random: np.ndarray | None, tensor: TensorScale
 ) -> np.ndarray:
     """Codes of the scaled elements: the recipe's rounding, or stochastic with the given random bytes."""
+    if recipe.apply == "compare" and random is None:
+        return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
     scaled = _scale_elements(blocks, factor, recipe)
     if recipe.round_scaled:
         scaled = round_to(scaled, dtype)
+    if recipe.block_rule is not None and rules.BLOCK_RULES[recipe.block_rule].then_encode:
+        scaled = scaled * tensor.encode[..., None]
     if recipe.nan_is_max:  # a clamp before the conversion, whatever that rounds to
         scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
     if random is not None:
@@ -119,7 +123,7 @@ def encode_elements(
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
     if recipe.flush:
         return multiply_ftz(blocks, factor)
-    if recipe.apply == "divide":
+    if recipe.apply != "multiply":
         return blocks / factor
     return blocks * factor
 

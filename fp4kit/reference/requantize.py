@@ -8,6 +8,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.layouts import pack, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.scaling import full_range, tensor_scale
 
@@ -46,7 +47,7 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
 
 def _kept_codes(q: Quantized) -> np.ndarray:
     """The codes, but code 8 as 0 where the source's decoder drops the sign of zero."""
-    if q.recipe.decode_rule != "e8m0_flashinfer_host":
+    if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()
     codes = unpack(q.packed)
     return pack(np.where(codes == E2M1.sign_bit, np.uint8(0), codes))

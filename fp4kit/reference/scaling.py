@@ -91,6 +91,11 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
     return encode_scale, ONE / encode_scale
 
 
+def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """encode = 2688 / amax, decode = amax / 2688 (0, inf and NaN are not guarded). MLX calls amax global_scale."""
+    return full_range(recipe) / amax, amax / full_range(recipe)
+
+
 def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """encode = 448 / amax (amax <= 2^-24 counts as 1), decode = 1 / encode."""
     encode_scale = recipe.element.max / np.where(amax <= TINY_AMAX, ONE, amax)

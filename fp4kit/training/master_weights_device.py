@@ -113,7 +113,7 @@ class DeviceStages:
         common |= {"columns": self._columns}
         fields = {"block_amax": self._amax, "rows": self._rows, "block_at": self._block_at}
         if self._recipe.tensor_scaling != "none":
-            fields |= {"tensor_amax": self._whole, "tensor_at": np.arange(len(starts))}
+            common |= {"tensor_amax": self._whole, "tensor_at": np.arange(len(starts))}
         first, last = partial.block_span(starts, ends, np.maximum(self._columns, 1), self._recipe)
         self._run_amax = self._by_dtype("partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values)
         target, run_at = self._packed, self._packed_at // run_bytes

@@ -127,15 +127,16 @@ class Partial:
 
         runs = int((M * K // 16).sum())
         packed = DeviceArray.output(runs * partial.run_bytes(r), np.uint8)
-        fields = {"packed": packed, "factors": factors, "run_at": run_at[tensors], "factor_at": block_at[tensors]}
-        self.launch("partial_cast", shard_fields | fields, sizes, held, packed, factors)
-        yield "codes", packed.array, np.concatenate([self.expected_codes(x, f) for x, f in zip(xs, expected, strict=True)])
+        places = {"tensor_amax": whole, "tensor_at": tensors, "factor_at": block_at[tensors]}
+        fields = {"packed": packed, "factors": factors, "run_at": run_at[tensors]} | places
+        self.launch("partial_cast", shard_fields | fields, sizes, held, packed, factors, whole)
+        yield "codes", packed.array, np.concatenate(list(map(self.expected_codes, xs, expected, whole.array)))
 
         counts = partial.run_count(starts, ends)
         from_at = np.cumsum(counts) - counts - starts // 16
         message = DeviceArray.output(int(counts.sum()) * partial.run_bytes(r), np.uint8)
-        fields = {"packed": message, "factors": factors, "run_at": from_at, "factor_at": block_at[tensors]}
-        self.launch("partial_cast", shard_fields | fields, sizes, held, message, factors)
+        fields = {"packed": message, "factors": factors, "run_at": from_at} | places
+        self.launch("partial_cast", shard_fields | fields, sizes, held, message, factors, whole)
         placed = DeviceArray.output(packed.size, np.uint8)
         fields = {"from": DeviceArray(message.array), "to": placed, "from_at": from_at, "to_at": run_at[tensors]}
         self.launch("partial_place", fields | {"start": starts, "end": ends}, sizes, *fields.values())
@@ -153,12 +154,13 @@ class Partial:
             factor = BLOCK_RULES[r.block_rule].factor(codes, amax, tensor, r, self.dtype)
         return spread_rows(codes, r, len(x)), factor, tensor.decode if r.tensor_scaling == "tensor" else np.float32(1)
 
-    def expected_codes(self, x: np.ndarray, scales: tuple[np.ndarray, ...]) -> np.ndarray:
+    def expected_codes(self, x: np.ndarray, scales: tuple[np.ndarray, ...], whole: np.float32) -> np.ndarray:
         r = self.recipe
+        tensor = tensor_scale(whole, r, self.dtype)
         factor = spread_rows(scales[1], r, len(x))[..., None]
         blocks = x.astype(np.float32).reshape(len(x), -1, r.block_size)
         with np.errstate(all="ignore"):
-            codes = encode_elements(blocks, factor, r, self.dtype, None).reshape(x.shape)
+            codes = encode_elements(blocks, factor, r, self.dtype, None, tensor).reshape(x.shape)
         return packed(codes, r.element.packing).reshape(-1)
 
 

@@ -261,9 +261,9 @@ def empty(shape: Any, dtype: Any = float) -> ndarray:
     return ndarray(shape, dtype)
 
 
-def empty_like(a: ndarray) -> ndarray:
-    """An array of the shape and dtype of another, that nobody has written."""
-    return ndarray(a.shape, a.dtype)
+def empty_like(a: ndarray, shape: Any = None) -> ndarray:
+    """An array of the dtype of another, and of its shape or a given one, that nobody has written."""
+    return ndarray(a.shape if shape is None else shape, a.dtype)
 
 
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:

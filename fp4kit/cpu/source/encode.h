@@ -33,7 +33,7 @@ static void scale_blocks(const float* __restrict amax, i64 count, TensorScale t,
 
 // What an element of E is encoded from.
 template <class E, class In>
-static __forceinline__ float scaled(float x, float factor) {
+static __forceinline__ float scaled(float x, float factor, float then) {
   if constexpr (E::kFlush) x = flush(x);
   float y;
   if constexpr (E::kDivide) {
@@ -42,23 +42,30 @@ static __forceinline__ float scaled(float x, float factor) {
     y = x * factor;
   }
   if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
+  if constexpr (E::kThenEncode) y = y * then;
   return y;
 }
 
 // Codes, one a byte, of elements under a factor each: one loop without blocks inside, which is three times as fast as one with them (one
-// x86-64 core with AVX-512, November 2026). random: a byte an element, where rounding is stochastic.
+// x86-64 core with AVX-512, November 2026). then: the tensor's encode scale, where elements meet it after their factors; random: a byte an
+// element, where rounding is stochastic.
 template <class E, class In, bool kStochastic>
-static void encode_elements(const void* elements, const float* factors, i64 count, const u8* random, u8* codes) {
+static void encode_elements(const void* elements, const float* factors, float then, i64 count, const u8* random, u8* codes) {
   using Format = typename E::Format;
   const auto* x = static_cast<const typename Input<In>::Bits*>(elements);
   for (i64 i = 0; i < count; ++i) {
-    const float y = scaled<E, In>(Input<In>::value(x[i]), factors[i]);
+    if constexpr (E::kCompare) {
+      codes[i] = static_cast<u8>(encode<Format, E::kRounding, E::kSign, 0u>(Input<In>::value(x[i]), factors[i]));
+      continue;
+    }
+    const float y = scaled<E, In>(Input<In>::value(x[i]), factors[i], then);
     if constexpr (kStochastic) {
       codes[i] = static_cast<u8>(encode_stochastic<Format>(y, random[i]));
     } else if constexpr (Format::kIsInteger) {
       codes[i] = static_cast<u8>(encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y));
     } else if constexpr (E::kRounding == Rounding::rn) {
-      codes[i] = static_cast<u8>(encode_finite_rn<Format>(with_code_sign<E::kSign>(y)));
+      const u32 code = encode_finite_rn<Format>(with_code_sign<E::kSign>(y));
+      codes[i] = static_cast<u8>(E::kSign == Sign::unsigned_zero && code == Format::kSignBit ? 0u : code);
     } else {
       codes[i] = static_cast<u8>(encode<Format, E::kRounding, E::kSign, 0u>(y));
     }

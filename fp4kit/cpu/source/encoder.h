@@ -60,7 +60,7 @@ struct Encoder {
   // A factor for each element of blocks, false where one is of no use.
   bool spread(const float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
-    for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(element.divides & (by_block[b] == 0.0f));
+    for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(!element.by_zero & (by_block[b] == 0.0f));
     for (i64 b = 0; b < count; ++b) {
       const float factor = element.flushes ? flush(by_block[b]) : by_block[b];
       for (i64 i = 0; i < call.block; ++i) factors[b * call.block + i] = factor;
@@ -74,7 +74,7 @@ struct Encoder {
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
     if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
     u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
-    encode(x, factors, part.columns, random, element.four ? codes : out);
+    encode(x, factors, tensor(row).encode, part.columns, random, element.four ? codes : out);
     if (element.four) pack_codes(codes, part.columns, out);
   }
 
@@ -102,6 +102,7 @@ struct Encoder {
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
     }
     if (!spread(by_block, count, factors)) return false;
+    if (element.then && !is_finite(tensor(part.row).encode)) return false;
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
     return true;
   }

@@ -12,9 +12,10 @@
 struct NoIndex { unsigned x; };
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};  // named by functions that nothing here calls
 
-static __forceinline__ int __clz(unsigned x) { return __builtin_clz(x); }
 static __forceinline__ unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 static __forceinline__ float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+
+static __forceinline__ int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 
 // fminf and fmaxf as one instruction. Only the first operand may be NaN, as it may be wherever the rules say so: the second is then the
 // result, as C has it.
@@ -25,6 +26,7 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
+#include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"
 #include "../../cuda/kernels/rules/implied.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 

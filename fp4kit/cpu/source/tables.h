@@ -18,22 +18,22 @@ auto by_input(int kind, F f) {
 }
 
 using Scales = void (*)(const float*, i64, TensorScale, u8*, float*);
-using Encode = void (*)(const void*, const float*, i64, const u8*, u8*);
+using Encode = void (*)(const void*, const float*, float, i64, const u8*, u8*);
 
 template <class R, class In>  // one function for all inputs, where the rule does not ask for them
 constexpr Scales kScales = scale_blocks<R, std::conditional_t<R::BlockRule::kReadsInput, In, Float32>>;
 template <class R>
 constexpr Scales kScalesOf[kInputs] = {kScales<R, Float32>, kScales<R, Float16>, kScales<R, Bfloat16>};
 // What stochastic rounding depends on, of an element: not on how others are rounded, nor on their signs. There is none of integers.
-template <class F, bool divides, bool flushes, bool rounds>
+template <class F, bool divides, bool flushes, bool rounds, bool then>
 struct Stochastic {
   using Format = F;
-  static constexpr bool kDivide = divides, kFlush = flushes, kRoundScaled = rounds;
+  static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds, kThenEncode = then;
 };
 template <class E, class In>
 constexpr Encode stochastic_of() {
   if constexpr (E::Format::kIsInteger) return nullptr;
-  else return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled>, In, true>;
+  else return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode>, In, true>;
 }
 template <class E>
 constexpr Encode kEncodes[2][kInputs] = {
@@ -67,7 +67,7 @@ constexpr DecodeEntry decode_entry(const char* key) {
 
 struct RuleEntry { const char* key; const Scales* scales; };
 struct TensorEntry { const char* key; const Tensor* scale; };
-struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, flushes, four; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, by_zero, then, flushes, four; };
 const RuleEntry kRules[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>},
 FP4KIT_RULES
@@ -77,7 +77,7 @@ const TensorEntry kTensors[] = {
 FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, E::kFlush, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
 };
 

@@ -7,15 +7,22 @@ struct Arguments {
   const void* values;    // elements [start, end) of the flattened matrix
   u8* packed;            // codes, a multiple of a run's bytes; run i of the matrix is there at place run_at + i
   const float* factors;  // of all blocks, at factor_at; what partial_scales makes of their amaxes
+  const float* tensor_amax;  // at tensor_at (null without a tensor scale)
   i64 start, end;
   i64 columns;           // of the matrix
-  i64 run_at, factor_at;
+  i64 run_at, factor_at, tensor_at;
 };
+
+// by: of a block; then: the tensor's encode scale, where elements meet it by itself.
+template <class R>
+FP4KIT_DEVICE Factor factor_by(float by, float then) {
+  if constexpr (R::kThenEncode) return {by, then};
+  return {by, R::kDivide ? 1.0f / by : by};
+}
 
 // Codes of a run, packed. Finite elements take the short way where there is one.
 template <class R, class In>
-FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[kCodeWords<R, kRun>]) {
-  const Factor factor = {by, R::kDivide ? 1.0f / by : by};
+FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (ShortWay<R, In>::kExists) {
     if (takes_short_way<R, In>(largest_bits_of(run), factor)) {
       encode_finite<R, In>(run, factor, words);
@@ -25,7 +32,7 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, float by, u32 (&words)[k
   const u32 bytes[kRun] = {};
   float x[kRun];
   widen_run(run, x);
-  exact_codes<R, In>(x, bytes, by, words);
+  exact_codes<R, In>(x, bytes, factor, words);
 }
 
 // A walk over the runs of a matrix, `stride` at a time: the block of each, blocks being numbered row by row.
@@ -52,6 +59,7 @@ struct Walk {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
+  const float then = R::kThenEncode ? R::TensorRule::template scale<R, In>(a.tensor_amax[a.tensor_at]).encode : 1.0f;
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
   Walk<R> walk = Walk<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
@@ -59,7 +67,7 @@ FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) 
     const i64 p = static_cast<i64>(i) * kRun;
     const Run<In, kRun> run = safe.has(i) ? read_whole<kAligned>(s, p) : read_owned(s, p);
     u32 words[kRun * R::Element::kStoredBits / 32];
-    encode_run<R, In>(run, a.factors[a.factor_at + walk.block()], words);
+    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + walk.block()], then), words);
     u8* out = a.packed + (a.run_at + i) * sizeof words;
     if (whole.has(i)) {
       store_words(out, words);

@@ -169,7 +169,7 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorSc
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
   widen_run(load_run_of<R, In, kAligned>(a, place.run), x);
-  store_exact<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f.by, code, t);
+  store_exact<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f, code, t);
   store_scales<R, In>(a, place, code, t);
 }
 

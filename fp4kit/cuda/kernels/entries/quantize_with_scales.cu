@@ -53,7 +53,7 @@ FP4KIT_DEVICE void encode_given(const Arguments& a, i64 first, Run<In, kRun>& ru
     if (sign_of(f.by) == 0u) return quantize_run<R, In, kAligned>(a, first, run, f, t);
     float values[kRun];
     widen_run(run, values);
-    store_exact<R, In, kAligned>(a, first, values, f.by, code, t);
+    store_exact<R, In, kAligned>(a, first, values, f, code, t);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
+#include "block_rules_gguf_mlx.cuh"
 #include "decode.cuh"
 #include "random.cuh"
 
@@ -58,9 +59,16 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   return fma_rn(fma_rn(-divisor, near, a), reciprocal, near);
 }
 
+// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded. Where elements meet the tensor's
+// encode scale afterwards (R::kThenEncode), reciprocal is that: such a recipe has no way that would ask for the other.
+struct Factor {
+  float by, reciprocal;
+};
+
 // The scaled element that is encoded.
 template <class R, class In>
-FP4KIT_DEVICE float scaled_element(float x, float factor) {
+FP4KIT_DEVICE float scaled_element(float x, Factor f) {
+  const float factor = f.by;
   float y;
   if constexpr (R::kFlush) {
     y = mul_ftz(x, factor);
@@ -70,8 +78,14 @@ FP4KIT_DEVICE float scaled_element(float x, float factor) {
     y = x * factor;
   }
   if constexpr (R::kRoundScaled) y = round_to<In>(y);
+  if constexpr (R::kThenEncode) y = y * f.reciprocal;
   if constexpr (R::kNanIsMax) y = is_nan(y) ? max_of<typename R::Element>() : y;
   return y;
+}
+
+template <class R>
+FP4KIT_DEVICE u32 encode_compared(float x, float step) {
+  return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
 template <class R>

@@ -8,8 +8,8 @@
 #include "ptx.cuh"
 #include "ptx_pairs.cuh"
 
-enum class Rounding { rn, rz, rnz };
-enum class Sign { signbit, negative, not_positive };
+enum class Rounding { rn, rz, rnz, first };
+enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 template <class F>
 FP4KIT_DEVICE float max_of() { return float_of(F::kMaxBits); }
@@ -30,14 +30,35 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
 }
 
+template <class F>
+FP4KIT_DEVICE float decode(u32 code);
+
+// The code, of 0, 1, ... the first, for which |value * step - a| is least; a >= 0, not NaN. See reference/codec.py, first_of_least.
+template <class F>
+FP4KIT_DEVICE u32 first_of_least(float a, float step) {
+  u32 best = 0u;
+  float least = a;
+#pragma unroll 8
+  for (u32 code = 1u; code <= F::kMaxCode; ++code) {
+    const float error = magnitude_of(decode<F>(code) * step - a);
+    if (error < least) {
+      least = error;
+      best = code;
+    }
+  }
+  return best;
+}
+
+// Whether the code of x, not NaN, has a sign; code: that of its magnitude.
 template <Sign kSign>
-FP4KIT_DEVICE bool has_sign(float x) {
+FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
+  if constexpr (kSign == Sign::unsigned_zero) return sign_of(x) != 0 && code != 0u;
   if constexpr (kSign == Sign::negative) return x < 0.0f;
   return !(x > 0.0f);
 }
 
-// y with the sign that its code has.
+// y with the sign that its code has; unsigned_zero: if that is not the code of zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
@@ -45,15 +66,21 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Code of x. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
+// Code of x; step: of which values are multiples, for Rounding::first. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
-FP4KIT_DEVICE u32 encode(float x) {
+FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x)) return kNan;
   if constexpr (F::kIsInteger) {
     const float least = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), least), max_of<F>()))) & ((1u << F::kBits) - 1u);
   } else {
-    return encode_magnitude<F, kRounding>(magnitude_of(x)) | (has_sign<kSign>(x) ? F::kSignBit : 0u);
+    u32 code;
+    if constexpr (kRounding == Rounding::first) {
+      code = first_of_least<F>(magnitude_of(x), step);
+    } else {
+      code = encode_magnitude<F, kRounding>(magnitude_of(x));
+    }
+    return code | (has_sign<kSign>(x, code) ? F::kSignBit : 0u);
   }
 }
 

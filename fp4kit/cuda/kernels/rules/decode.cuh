@@ -50,6 +50,22 @@ struct decode_e8m0_unbounded : decode_product {  // ldexp(value, code - 127), so
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
   }
 };
+struct decode_gguf : decode_product {  // 7 bits, all ones 0, but with bit 7 set 480; code 8 is +0
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    const float known = (code & 0x7Fu) == 0x7Fu ? 0.0f : decode_scale<R>(code & 0x7Fu);
+    return (code == 0xFFu ? 480.0f : known) * t.decode;
+  }
+  FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }
+};
+struct decode_e8m0_gguf : decode_e8m0_unbounded {
+  FP4KIT_DEVICE float apply(float value, float scale) { return decode_e8m0_unbounded::apply(value + 0.0f, scale); }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_e8m0_unbounded::apply_pair(Bfloat16::add_zero(values), scales); }
+};
+struct decode_e8m0_mlx : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+};
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true;
   template <class R>

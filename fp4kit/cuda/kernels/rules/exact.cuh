@@ -8,14 +8,10 @@
 
 constexpr int kTableSize = 128;  // of factors: codes of scales without a sign
 
-// What the elements of a block are multiplied with, or divided by: then with the reciprocal, rounded.
-struct Factor {
-  float by, reciprocal;
-};
-
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   const float by = R::BlockRule::template factor<R, In>(code, amax, t);
+  if constexpr (R::kThenEncode) return {by, t.encode};
   if constexpr (R::kDivide) return {by, 1.0f / by};
   return {by, by};
 }
@@ -63,8 +59,9 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
 
 // Code of an element. byte: its random byte, where rounding is stochastic.
 template <class R, class In>
-FP4KIT_DEVICE u32 exact_code(float x, float factor, u32 byte) {
-  const float y = scaled_element<R, In>(x, factor);
+FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
+  if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.by);
+  const float y = scaled_element<R, In>(x, f);
   return R::kStochastic ? encode_stochastic<typename R::Element>(y, byte) : encode_element<R>(y);
 }
 
@@ -85,25 +82,25 @@ FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
 
 // Words of the codes of a run: two codes a byte if they have 4 bits, else one, the first in the lowest bits.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], float factor, u32 (&words)[kCodeWords<R, kRun>]) {
+FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
 #pragma unroll
   for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
     words[w] = 0u;
 #pragma unroll
     for (int i = w * kPerWord; i < kRun && i < (w + 1) * kPerWord; ++i)
-      words[w] |= exact_code<R, In>(x[i], factor, bytes[i]) << (kBits * (i % kPerWord));
+      words[w] |= exact_code<R, In>(x[i], f, bytes[i]) << (kBits * (i % kPerWord));
   }
 }
 
 // The same of the elements at(0) ... at(kRun - 1), whole words of codes, where rounding is not stochastic: little code, for what is rare.
 template <class R, class In, int kRun, class At>
-FP4KIT_DEVICE void exact_codes_of(const At& at, float factor, u32 (&words)[kCodeWords<R, kRun>]) {
+FP4KIT_DEVICE void exact_codes_of(const At& at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
 #pragma unroll
   for (int w = 0; w < kCodeWords<R, kRun>; ++w) {
     words[w] = 0u;
 #pragma unroll 1
-    for (int i = 0; i < kPerWord; ++i) words[w] |= exact_code<R, In>(at(w * kPerWord + i), factor, 0u) << (kBits * i);
+    for (int i = 0; i < kPerWord; ++i) words[w] |= exact_code<R, In>(at(w * kPerWord + i), f, 0u) << (kBits * i);
   }
 }

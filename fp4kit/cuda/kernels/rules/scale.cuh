@@ -93,6 +93,11 @@ struct tensor_compressed_tensors {
   }
 };
 
+struct tensor_mlx {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) { return {full_range<R>() / amax, amax / full_range<R>(), amax}; }
+};
+
 struct tensor_fp8_modelopt {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {

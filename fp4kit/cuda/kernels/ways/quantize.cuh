@@ -85,10 +85,10 @@ FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words
 
 // Encode a run of any elements, or round it, and store it: first is the number of its first element.
 template <class R, class In, bool kAligned, int kRun>
-FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], float factor, u32 scale_code, TensorScale t) {
+FP4KIT_DEVICE void store_exact(const Arguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code, TensorScale t) {
   u32 bytes[kRun] = {}, words[kCodeWords<R, kRun>];
   if constexpr (R::kStochastic) random_bytes<R>(a, first, bytes);
-  exact_codes<R, In>(x, bytes, factor, words);
+  exact_codes<R, In>(x, bytes, f, words);
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
@@ -125,7 +125,7 @@ FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, c
   u32 low = 0u;
 #pragma unroll 1
   for (int j = 0; j < count; ++j) {
-    const u32 code = exact_code<R, In>(In::widen(x[j]), f.by, R::kStochastic ? random_byte(a, first + j) : 0u);
+    const u32 code = exact_code<R, In>(In::widen(x[j]), f, R::kStochastic ? random_byte(a, first + j) : 0u);
     if constexpr (R::kFake) {
       static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(exact_value<R>(code, scale));
     } else if constexpr (R::Element::kStoredBits == 8) {
@@ -153,5 +153,5 @@ FP4KIT_DEVICE void quantize_run(const Arguments& a, i64 first, const Run<In, kRu
   }
   float values[kRun];
   widen_run(x, values);
-  store_exact<R, In, kAligned>(a, first, values, f.by, 0u, t);
+  store_exact<R, In, kAligned>(a, first, values, f, 0u, t);
 }

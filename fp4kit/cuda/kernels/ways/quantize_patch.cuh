@@ -129,5 +129,5 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
 // Codes of kRun elements that lie `step` apart, of any values.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
-  exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f.by, words);
+  exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);
 }

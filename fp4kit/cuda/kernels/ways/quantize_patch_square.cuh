@@ -41,7 +41,7 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run
 #pragma unroll 1
   for (int i = 0; i < P::kHigh * P::kSpan && s.row + i / P::kSpan < a.rows; ++i) {
     const i64 offset = i / P::kSpan * a.columns + i % P::kSpan;
-    y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(In::widen(from[offset]), f.by, 0u), scale));
+    y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(In::widen(from[offset]), f, 0u), scale));
   }
 }
 

@@ -110,7 +110,7 @@ FP4KIT_DEVICE void quantize_any(const Arguments& a, Spot spot, bool inside, Tens
   if (!inside) return;
   Factor f;
   const u32 scale = scale_block<R, In>(amax, t, nullptr, f);
-  store_exact<R, In, kAligned>(a, first, x, f.by, scale, t);
+  store_exact<R, In, kAligned>(a, first, x, f, scale, t);
   store_scales<R, In>(a, spot, scale, t);
 }
 

@@ -1,0 +1,130 @@
+// Block rules of llama.cpp and MLX: reference/block_rules_gguf_mlx.py.
+#pragma once
+
+#include "block_rules_e4m3.cuh"
+#include "block_rules_e8m0.cuh"
+
+// Half-way significands go up (rn takes half of them down); from 248 on 448.
+struct block_gguf : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    using F = typename R::Scale;
+    const float d = amax > 0.0f ? amax / max_of<typename R::Element>() : 0.0f;
+    if (d < min_normal_of<F>()) return static_cast<u32>(static_cast<i32>(fminf(d * 512.0f + 0.5f, 7.0f)));
+    constexpr u32 kBias = static_cast<u32>(127 - F::kBias) << F::kMantissaBits, k256 = static_cast<u32>(F::kBias + 8) << F::kMantissaBits;
+    const u32 code = ((bits_of(fminf(d, max_of<F>())) + 0x80000u) >> 20) - kBias;
+    return code >= k256 ? F::kMaxCode : code;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code); }
+};
+
+// floor of float32's log2 of a > 0, finite: the exponent, one more for the last n floats below 2^k, where log2 rounds to k. With
+// 2^b the power of two below |log2| there, half an ulp of that is 2^b / 2^24, and n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22, 44.
+FP4KIT_DEVICE i32 floor_of_log2(float a) {
+  const bool is_subnormal = a < kFltMin;
+  const u32 bits = bits_of(is_subnormal ? a * 0x1p24f : a);
+  const i32 k = static_cast<i32>(bits >> 23) - 126 - (is_subnormal ? 24 : 0);  // a < 2^k
+  const u32 below = static_cast<u32>(k > 0 ? k - 1 : -k);                      // |log2| just below k is in [below, below + 1]
+  const u32 binade = below ? 0x80000000u >> __clz(below) : 0u;
+  return k - 1 + (0x800000u - (bits & 0x7FFFFFu) <= (binade * 177u >> 8));  // 177 / 256: ln 2, near enough for all seven
+}
+
+struct block_e8m0_gguf : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!(amax > 0.0f) || !is_finite(amax)) return 0u;
+    return static_cast<u32>(floor_of_log2(amax) - R::Element::kEmax + 127) & 0xFFu;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+};
+
+// E4M3, saturating; NaN is 448, that of 0 * inf -448.
+template <class R>
+FP4KIT_DEVICE u32 encode_scale_saturated(float scaled, float amax) {
+  if (is_nan(amax)) return R::Scale::kMaxCode;
+  return is_nan(scaled) ? R::Scale::kSignBit | R::Scale::kMaxCode : encode_scale<R>(scaled);
+}
+
+struct block_mlx : by_code {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale_saturated<R>(round_to<In>(amax / max_of<typename R::Element>()) * t.encode, amax);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return magnitude_of(decode_scale<R>(code)); }
+};
+
+struct block_mlx_metal : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale_saturated<R>(amax / max_of<typename R::Element>() * t.encode, amax);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = magnitude_of(decode_scale<R>(code));
+    return scale == 0.0f ? 0.0f : t.encode / scale;
+  }
+};
+
+// 2^exponent for -149 ... 127; 0 below.
+FP4KIT_DEVICE float power_or_zero(i32 exponent) {
+  if (exponent < -149) return 0.0f;
+  return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
+}
+
+// What the two rules of MLX on a CPU share: 2^n, n the exponent before its byte wrapped.
+struct wrapped_power {
+  static constexpr bool kReadsAmax = true, kReadsInput = true;
+  FP4KIT_DEVICE float of_block(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    if (!is_finite(amax)) return 0.0f;
+    const bool wraps = code >= 127u - 149u + 256u && amax > 0.0f && amax / max_of<typename R::Element>() < 0x1p-127f;
+    const i32 exponent = static_cast<i32>(code) - 127 - (wraps ? 256 : 0);
+    return exponent > 127 ? float_of(kInfinityBits) : power_or_zero(exponent);
+  }
+  // The code of exponent n of a scale s.
+  template <class In>
+  FP4KIT_DEVICE u32 wrapped(i32 n, float s) { return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu; }
+  template <class In>
+  FP4KIT_DEVICE u32 not_finite() { return sizeof(typename In::Bits) == 4 ? 128u : 0u; }  // as x86-64 casts it
+};
+
+struct block_e8m0_mlx : wrapped_power {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float s = round_to<In>(amax / max_of<typename R::Element>());
+    if (!is_finite(s)) return not_finite<In>();
+    const u32 bits = bits_of(s), top = bits & 0x7FFFFFu ? 31u - __clz(bits & 0x7FFFFFu) : 0u;
+    const bool is_subnormal = bits < 0x800000u;  // then its value is that of its bits, times 2^-149
+    const i32 floor = is_subnormal ? static_cast<i32>(top) - 149 : static_cast<i32>(bits >> 23) - 127;
+    const bool is_power = is_subnormal ? bits == 1u << top : (bits & 0x7FFFFFu) == 0u;
+    return wrapped<In>(floor + !is_power, s);
+  }
+};
+
+FP4KIT_DEVICE float log2_of(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
+
+struct block_e8m0_mlx_0321 : wrapped_power {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float s = round_to<In>(amax / max_of<typename R::Element>());
+    if (!is_finite(s)) return not_finite<In>();
+    return wrapped<In>(s > 0.0f ? static_cast<i32>(rintf(round_to<In>(log2_of(s)))) : 0, s);
+  }
+};
+
+struct block_e8m0_mlx_metal_0321 : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float d = amax / max_of<typename R::Element>();
+    if (is_nan(d)) return 255u;
+    if (d == 0.0f) return 0u;
+    const float exponent = is_finite(d) ? log2_of(d) : 127.0f, size = fabsf(exponent), whole = floorf(size);
+    const float rounded = size - whole >= 0.5f ? whole + 1.0f : whole;  // exact
+    return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent < 0.0f ? -rounded : rounded, -127.0f), 127.0f)) + 127);
+  }
+};

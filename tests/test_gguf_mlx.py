@@ -1,0 +1,270 @@
+"""llama.cpp and MLX, what recorded arrays of blocks do not show: decoders of all bytes, bytes that wrap, edges of the rules.
+
+The producers' steps are stated here anew, one number at a time, from reference texts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from inputs import BF16
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E2M1, E4M3, unsigned
+from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.codec import encode, first_of_least
+from fp4kit.reference.dequantize import dequantize_tile
+from fp4kit.reference.scaling import ONE, TensorScale
+
+NONE = TensorScale(ONE, ONE, ONE)
+F32 = np.dtype(np.float32)
+DTYPES = {"dequant": np.float32, "dequant_bf16": BF16, "dequant_f16": np.float16}
+
+
+def blocks_of(amaxes, name, dtype=np.float32):
+    """A row of one element, and zeros, for each amax."""
+    x = np.zeros((len(amaxes), RECIPES[name].length_multiple), dtype)
+    x[:, 0] = amaxes
+    return x
+
+
+def first_codes(q):
+    return fp4kit.unpack(q.packed)[:, 0] if q.recipe.is_packed else q.packed[:, 0]
+
+
+def scale_codes(amaxes, name, dtype=np.float32):
+    return fp4kit.quantize(blocks_of(amaxes, name, dtype), name).block_scale[:, 0].tolist()
+
+
+def same_values(a, b):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    return (a.view(np.uint32) == b.view(np.uint32)) | (np.isnan(a) & np.isnan(b))
+
+
+# ---- decoders, and bytes of files -----------------------------------------------------------------------------------------
+
+
+def all_bytes(name, dtype):
+    """Values of all element codes under all scale codes."""
+    r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
+    length = max(count, r.block_size)
+    codes = np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8)
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
+    with np.errstate(all="ignore"):
+        return dequantize_tile(codes, scales, r, NONE)[:, :count].astype(dtype)
+
+
+def recorded_bytes(golden, file, variant, part):
+    found = golden.get(file, f"all_bytes/{variant}/{part}")
+    return found.view(BF16) if part == "dequant_bf16" else found
+
+
+DECODED = [("mxfp4-gguf", "dequant"), ("nvfp4-gguf", "dequant")]
+DECODED += [(f"{name}-mlx-cpu", "dequant") for name in ("mxfp4", "nvfp4", "mxfp8")]
+DECODED += [("mxfp4-mlx-cpu", "dequant_bf16"), *(("nvfp4-mlx-cpu", part) for part in ("dequant_bf16", "dequant_f16"))]
+
+
+@pytest.mark.parametrize(("name", "part"), DECODED)
+def test_values_of_all_bytes(name, part, golden):
+    variant, file = name.split("-")[:2]
+    assert same_values(all_bytes(name, DTYPES[part]), recorded_bytes(golden, file, variant, part)).all()
+
+
+def test_float16_of_mlx_differs_under_scales_beyond_it(golden):
+    """MLX rounds the scale to float16 first: inf from 2^16 on, 0 below 2^-24; fp4kit rounds the value, once."""
+    same = same_values(all_bytes("mxfp4-mlx-cpu", np.float16), recorded_bytes(golden, "mlx", "mxfp4", "dequant_f16"))
+    beyond = np.flatnonzero(~same.all(axis=1))
+    assert beyond.tolist() == [100, 101, 102, *range(127 + 16, 255)]
+
+
+def test_bytes_of_files(golden):
+    """All recorded blocks of GGUF, those that its converter made of other producers' bytes too, and words of MLX."""
+    count = 0
+    for file in ("gguf", "mlx"):
+        for key in (key for key in golden.keys(file) if key.endswith("/raw")):
+            raw, codes, scales = (golden.get(file, key.removesuffix("raw") + part) for part in ("raw", "codes", "scales"))
+            format = "mxfp4" if "mxfp4" in key else "nvfp4"
+            assert_same_bits(pack_gguf(codes, scales, format) if file == "gguf" else pack_mlx(codes), raw)
+            found = unpack_gguf(raw, format) if file == "gguf" else (unpack_mlx(raw), scales)
+            for ours, recorded in zip(found, (codes, scales), strict=True):
+                assert_same_bits(ours, recorded)
+            count += 1
+    assert count == 76
+
+
+# ---- the first of the nearest ---------------------------------------------------------------------------------------------
+
+
+def nearest_first(x, step, dtype=np.float32):
+    """Code of x: of the 16 values times step, in code order, the first whose error in dtype is least."""
+    best, least = 0, None
+    for code, value in enumerate(E2M1.values):
+        error = abs(dtype(dtype(value) * dtype(step)) - dtype(x))
+        if least is None or error < least:
+            best, least = code, error
+    return best
+
+
+HUGE = [2.0**k * f for k in range(30, 38) for f in (1, 1 + 2**-23, 1.25, 1.5, 1.99)]
+
+
+@pytest.mark.parametrize("step", [448.0, 1.0, 2.0**-9, 2.0**125, 2.0**126])
+def test_the_first_of_the_nearest(step):
+    with np.errstate(all="ignore"):
+        x = np.float32(np.append(HUGE, np.linspace(0, 7, 113)) * (step if step != 448 else 1))
+        x = np.append(x, np.float32([0.0, np.inf, 3.4e38])).astype(np.float32)
+        x = np.append(x, -x)
+        ours = encode(x, E2M1, "first", "unsigned_zero", 0, np.float32(step))
+        assert ours.tolist() == [nearest_first(value, step) for value in x]
+
+
+def test_it_is_ties_toward_zero_where_errors_differ():
+    a = np.random.default_rng(0).integers(0, np.float32(2.0**20).view(np.int32), 50_000).astype(np.int32).view(np.float32)
+    assert_same_bits(first_of_least(a, E2M1, ONE), encode(a, E2M1, "rnz"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
+def test_errors_in_16_bits_give_the_same_codes(dtype):
+    """MLX takes errors in the input dtype: alike for all numbers up to 8.5, which no block's own scale leaves."""
+    top = int(np.array(8.5, dtype).view(np.uint16))
+    y = np.arange(0, top + 1, 3, dtype=np.uint16).view(dtype)
+    y = np.append(y, y[-3000:])
+    table = np.abs(E2M1.values[:8].astype(dtype) - y[:, None])
+    assert_same_bits(encode(y, E2M1, "first"), table.argmin(axis=1).astype(np.uint8))
+
+
+# ---- llama.cpp ------------------------------------------------------------------------------------------------------------
+
+
+def ue4m3(d):
+    """The scale byte of d, branch by branch."""
+    if not d > 0:
+        return 0
+    d = min(d, np.float32(448))
+    significand, exponent = np.frexp(d)
+    field, mantissa = int(exponent) - 1 + 7, np.float32(significand * 2 - 1) * 8
+    if field <= 0:
+        return min(int(np.float32(d * np.float32(512)) + np.float32(0.5)), 7)
+    code = (field << 3) + math.floor(mantissa + 0.5)
+    return 0x7E if code >= 0x78 else code
+
+
+def test_scales_of_nvfp4_in_gguf(either_engine):
+    d = [2.0**k * (1 + i / 16) for k in range(-12, 10) for i in range(16)]
+    d += [value * (1 + s * 2.0**-22) for value in (248, 256, 7.5 / 512, 0.5 / 512, 2.0**-6, 447) for s in (-1, 0, 1)]
+    amaxes = np.float32(d) * np.float32(6)
+    expected = [ue4m3(np.float32(amax / np.float32(6))) for amax in amaxes]
+    assert scale_codes(amaxes, "nvfp4-gguf") == expected
+    assert {0x77, 0x7E} < set(expected) and not {*range(0x78, 0x7E)} & set(expected)
+
+
+def test_huge_elements_of_nvfp4_in_gguf(either_engine):
+    x = np.float32([2.0**33, 1.5 * 2.0**34, 1.5 * 2.0**35, 1.5 * 2.0**36, 3e38])
+    q = fp4kit.quantize(blocks_of(x, "nvfp4-gguf"), "nvfp4-gguf")
+    assert first_codes(q).tolist() == [7, 5, 7, 0, 0] and set(q.block_scale[:, 0].tolist()) == {0x7E}
+
+
+ROUNDED_UP = {-1: 0, 0: 0, 1: 0, 2: 0, -2: 1, -3: 1, 3: 1, 4: 1, -5: 2, -4: 2, 5: 2, 8: 2, -8: 5, 9: 5, 16: 5, -16: 11, 17: 11,
+              32: 11, -32: 22, 33: 22, 64: 22, 65: 44, -64: 44, 127: 44, -120: 44}  # fmt: skip
+
+
+def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
+    for k, ulps in ROUNDED_UP.items():
+        below = np.float32(2.0**k).view(np.int32) - np.int32([ulps + 1, max(ulps, 1), 0])
+        codes = scale_codes(below.view(np.float32), "mxfp4-gguf")
+        assert codes == [k - 1 + 125, k + 125 - (ulps == 0), k + 125], k
+
+
+def test_log2_of_the_kernels_is_that_of_the_specification():
+    """The compiled engine has the kernels' closed form: all powers of two, subnormals too, and 60 floats on either side."""
+    bits = np.float32(2.0 ** np.arange(-149, 128)).view(np.int32)[:, None] + np.arange(-60, 61)
+    amaxes = bits[(bits > 0) & (bits < 0x7F800000)].astype(np.int32).view(np.float32)
+    rule, r = BLOCK_RULES["e8m0_gguf"], RECIPES["mxfp4-gguf"]
+    with np.errstate(all="ignore"):
+        assert scale_codes(amaxes, r.id) == rule.code(amaxes, NONE, r, F32).tolist()
+
+
+def test_wrapped_bytes_of_gguf_are_blocks_of_zeros(either_engine):
+    amaxes = np.float32(2.0 ** np.arange(-149, -125))
+    q = fp4kit.quantize(blocks_of(amaxes, "mxfp4-gguf"), "mxfp4-gguf")
+    assert q.block_scale[:, 0].tolist() == list(range(232, 256)) and not q.packed.any()
+    assert not fp4kit.dequantize(q).any()
+
+
+def test_products_that_overflow_are_not_near(either_engine):
+    """Next to 2^128 log2 rounds up; under the scale 2^126 the values 4 and 6 are inf, and 3 is the nearest."""
+    q = fp4kit.quantize(blocks_of([np.finfo(np.float32).max], "mxfp4-gguf"), "mxfp4-gguf")
+    assert (q.block_scale[0, 0], first_codes(q)[0]) == (253, 5)
+
+
+# ---- MLX ------------------------------------------------------------------------------------------------------------------
+
+
+def exponent_of_mlx(amax, largest, dtype, old):
+    """The exponent, in the input dtype throughout: the nearest integer to log2(s), and from 0.32.2 on one more if 2^n < s."""
+    s = dtype(dtype(amax) / dtype(largest))
+    if s == 0:
+        return 0
+    n = int(np.rint(np.float32(dtype(np.float32(np.log2(np.float64(s)))))))
+    return n + (not old and 2.0**n < float(s))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
+@pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-mlx-cpu-0321", "mxfp8-mlx-cpu-0321"])
+def test_scales_of_mlx(name, dtype, either_engine):
+    """Bytes, those that wrap too; the largest element's code is as if none did."""
+    scalar, largest = np.dtype(dtype).type, RECIPES[name].element.max
+    top = {4: 120.0, 2: 15.0 if dtype == np.float16 else 120.0}[np.dtype(dtype).itemsize]
+    amaxes = np.exp2(np.random.default_rng(2).uniform(-24 if dtype == np.float16 else -148, top, 300)).astype(dtype)
+    edges = (largest * 2.0 ** np.arange(-12, 7)).astype(dtype)  # s is a power of two, and next to one
+    bits = edges.view(unsigned(edges.dtype))
+    amaxes = np.concatenate([amaxes, edges, (bits + 1).view(dtype), (bits - 1).view(dtype)])
+    exponents = [exponent_of_mlx(amax, largest, scalar, name.endswith("0321")) for amax in amaxes]
+    q = fp4kit.quantize(blocks_of(amaxes, name, dtype), name)
+    assert q.block_scale[:, 0].tolist() == [n + 127 & 0xFF for n in exponents]
+    scaled = np.ldexp(amaxes.astype(np.float64), -np.array(exponents)).astype(np.float32)
+    rounding = "first" if RECIPES[name].is_packed else "rn"
+    assert_same_bits(first_codes(q), encode(scaled, RECIPES[name].element, rounding))
+    assert dtype == np.float16 or any(n < -127 for n in exponents)
+
+
+def test_zero_blocks_of_mlx(either_engine):
+    x = np.zeros((2, 32), np.float32)
+    x[:, ::2] = -0.0
+    assert fp4kit.quantize(x, "mxfp4-mlx-cpu").block_scale.tolist() == [[127], [127]]
+    assert set(fp4kit.quantize(x, "mxfp8-mlx-cpu").packed.reshape(-1).tolist()) == {0, 0x80}
+    q = fp4kit.quantize(x, "nvfp4-mlx-cpu-global")
+    assert set(q.block_scale.reshape(-1).tolist()) == {0xFE} and not q.packed.any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
+def test_nvfp4_of_mlx_rounds_twice_in_16_bits(dtype, either_engine):
+    """s = T(amax / 6); y = f32(T(x / scale) * S_enc), which is not x under one factor in float32."""
+    x = np.random.default_rng(4).standard_normal((512, 64)).astype(dtype)
+    amax = np.abs(x.astype(np.float32)).max()
+    enc = np.float32(2688) / amax
+    q = fp4kit.quantize(x, "nvfp4-mlx-cpu-global")
+    s = (np.abs(x).reshape(512, 4, 16).max(axis=2) / np.dtype(dtype).type(6)).astype(dtype).astype(np.float32) * enc
+    assert_same_bits(q.block_scale, encode(s, E4M3))
+    scales = np.repeat(E4M3.decode(q.block_scale), 16, axis=1).astype(dtype)
+    y = (x / scales).astype(dtype).astype(np.float32) * enc
+    assert_same_bits(fp4kit.unpack(q.packed), encode(y, E2M1, "first", "unsigned_zero"))
+    wide = fp4kit.quantize(x.astype(np.float32), "nvfp4-mlx-cpu-global")
+    assert 0 < np.count_nonzero(wide.packed != q.packed) < 0.05 * q.packed.size
+
+
+def test_global_scale_is_the_tensors_amax():
+    x = np.float32([[3.0] * 16, [-5.0] * 16])
+    for name in ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global"):
+        q = fp4kit.quantize(x, name)
+        assert (q.tensor_amax, q.tensor_scale) == (5, np.float32(5) / np.float32(2688))
+    assert fp4kit.quantize(x, "nvfp4-mlx-cpu").tensor_scale is None
+
+
+def test_names_of_metal():
+    assert fp4kit.recipe("mxfp4-mlx-metal").id == "mxfp4-torchao-rceil" and fp4kit.recipe("mxfp8-mlx-metal").id == "mxfp8-te"
