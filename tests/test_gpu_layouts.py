@@ -12,7 +12,7 @@ from host.cases_layouts import random_bytes, square_blocks
 from on_gpu import ON_GPU, assert_same, cupy, differing, gpu_only
 
 import fp4kit
-from fp4kit.layouts import SCALE_LAYOUTS, pack, swizzle_scales, unpack
+from fp4kit.layouts import SCALE_LAYOUTS, pack, pack_gguf, pack_mlx, swizzle_scales, unpack, unpack_gguf, unpack_mlx
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -129,6 +129,16 @@ def test_torch_tensors() -> None:
     assert differing(cupy.from_dlpack(fp4kit.unpack(packed)), codes) == 0
     swizzled = fp4kit.swizzle(tensor, "swizzled_8x4")
     assert differing(cupy.from_dlpack(swizzled), swizzle_scales(codes, "swizzled_8x4")) == 0
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_blocks_and_words_of_files(format) -> None:
+    packed, scales = random_bytes((3, 64)), random_bytes((3, {"mxfp4": 4, "nvfp4": 8}[format]))
+    raw, words = pack_gguf(cupy.asarray(packed), cupy.asarray(scales), format), pack_mlx(cupy.asarray(packed))
+    assert type(raw) is type(words) is cupy.ndarray
+    assert differing(raw, pack_gguf(packed, scales, format)) == differing(words, pack_mlx(packed)) == 0
+    codes, stored = unpack_gguf(raw, format)
+    assert differing(codes, packed) == differing(stored, scales) == differing(unpack_mlx(words), packed) == 0
 
 
 def test_errors_come_before_work() -> None:

@@ -1,4 +1,4 @@
-// Where scales lie; the twin of fp4kit/layouts.py.
+// Where scales lie; the twin of fp4kit/layouts/scales.py.
 #pragma once
 
 #include "types.cuh"

@@ -1,0 +1,42 @@
+"""Layouts of codes and scales: nibble order, scale swizzles, the blocks and words of files, padding.
+
+Index maps on NumPy and CuPy arrays, no arithmetic on values.
+"""
+
+from fp4kit.layouts.files import GGUF_BLOCKS, MLX_WORD, GgufBlock, pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
+from fp4kit.layouts.nibbles import check_pairs, pack, packed, unpack, unpacked, write_codes
+from fp4kit.layouts.padding import pad, shuffle_rows
+from fp4kit.layouts.scales import (
+    SCALE_LAYOUTS,
+    check_layout,
+    check_size,
+    padded_shape,
+    swizzle_scales,
+    tile_rows,
+    unswizzle_scales,
+)
+
+__all__ = [
+    "GGUF_BLOCKS",
+    "MLX_WORD",
+    "SCALE_LAYOUTS",
+    "GgufBlock",
+    "check_layout",
+    "check_pairs",
+    "check_size",
+    "pack",
+    "pack_gguf",
+    "pack_mlx",
+    "packed",
+    "pad",
+    "padded_shape",
+    "shuffle_rows",
+    "swizzle_scales",
+    "tile_rows",
+    "unpack",
+    "unpack_gguf",
+    "unpack_mlx",
+    "unpacked",
+    "unswizzle_scales",
+    "write_codes",
+]

@@ -1,0 +1,89 @@
+"""Layouts of block scales: linear, and the tiles that kernels read.
+
+Scale (r, c) of an (R, C) array of block scales, tiled_columns = ceil(C / 4), lies at byte offset
+
+    linear          r * C + c
+    swizzled_128x4  ((r // 128) * tiled_columns + c // 4) * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+    swizzled_8x4    ((r // 8) * tiled_columns + c // 4) * 32 + (r % 8) * 4 + c % 4
+
+Rows are padded to 128 or 8, columns to 4, with zeros. Sources: cuBLAS block scaling factor layout (128x4); FlashInfer SfLayout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
+_TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
+_TILE_COLUMNS = 4
+
+
+def _ceil_to(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def check_layout(op: str, layout: str) -> None:
+    """Raise ValueError, which begins with op, unless layout is one of SCALE_LAYOUTS."""
+    if layout not in SCALE_LAYOUTS:
+        raise ValueError(f"{op}: scale_layout is {layout!r}; needs one of {', '.join(SCALE_LAYOUTS)}")
+
+
+def tile_rows(layout: str) -> int:
+    """Rows of scales whose bytes lie together in a layout: 1, 128 or 8."""
+    return _TILE_ROWS.get(layout, 1)
+
+
+def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
+    check_layout("padded_shape", layout)
+    if layout == "linear":
+        return tuple(shape)
+    if len(shape) < 2:
+        raise ValueError(f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix")
+    *lead, R, C = shape
+    return (*lead, _ceil_to(R, _TILE_ROWS[layout]), _ceil_to(C, _TILE_COLUMNS))
+
+
+def swizzle_scales(scales: Any, layout: str) -> Any:
+    """(..., R, C) linear scales -> the same bytes in `layout`, shape padded_shape; each (R, C) matrix by itself, padding zero."""
+    padded = padded_shape(scales.shape, layout)
+    if layout == "linear":
+        return scales
+    *lead, R, C = padded
+    full = np.zeros_like(scales, shape=padded)
+    full[..., : scales.shape[-2], : scales.shape[-1]] = scales
+    if layout == "swizzled_8x4":
+        tiles = full.reshape(*lead, R // 8, 8, C // 4, 4)
+        return np.ascontiguousarray(tiles.swapaxes(-3, -2)).reshape(padded)
+    tiles = full.reshape(*lead, R // 128, 4, 32, C // 4, 4)  # row = tile * 128 + quarter * 32 + lane
+    order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
+    return np.ascontiguousarray(tiles.transpose(order)).reshape(padded)
+
+
+def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
+    """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding dropped."""
+    check_size(scales, layout, shape)
+    if layout == "linear":
+        return scales.reshape(shape)
+    *lead, R, C = padded = padded_shape(shape, layout)
+    if layout == "swizzled_8x4":
+        full = scales.reshape(*lead, R // 8, C // 4, 8, 4).swapaxes(-3, -2).reshape(padded)
+    else:
+        tiles = scales.reshape(*lead, R // 128, C // 4, 32, 4, 4)
+        order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
+        full = tiles.transpose(order).reshape(padded)
+    return np.ascontiguousarray(full[..., : shape[-2], : shape[-1]])
+
+
+def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless scales, of any shape, are as many as those of linear `shape` in a layout, padding included."""
+    if min(shape, default=0) < 0:
+        raise ValueError(f"unswizzle: shape is {tuple(shape)}; needs lengths >= 0, (..., R, C) of the linear scales")
+    padded = padded_shape(shape, layout)
+    if scales.size != int(np.prod(padded)):
+        raise ValueError(
+            f"unswizzle: {tuple(scales.shape)} holds {scales.size} scales; "
+            f"{layout} of {tuple(shape)} needs {padded}, padding included"
+        )
