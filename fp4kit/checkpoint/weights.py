@@ -12,16 +12,18 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _QUANTIZED_NAMES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
-    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
+    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2", ".scales",
 )  # fmt: skip
-_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+_QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
+Q8_0 = "Q8_0"  # numbers of 8 bits under a float16 scale, which GGUF files of a model that is not quantized further have
 _TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
 
 
@@ -117,7 +119,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    if not {CODES, SCALES} <= set(parts) or not (damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)):
+    scaled = container.has_tensor_scale == (TENSOR_SCALE in parts) or (damaged and not container.has_plain_twin)
+    if not container.needed <= set(parts) or not scaled:
         return None
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
@@ -134,11 +137,13 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
     """A weight of plain numbers: a matrix P.weight, or a stack of experts."""
     entry, module = place.entry, name.removesuffix(".weight")
-    if entry.dtype not in FLOAT_DTYPES or 0 in entry.shape:
+    if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
         return None
     if len(entry.shape) == 2 and module != name:
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
+    if len(entry.shape) == 3 and leaf in GGUF_STACKS:
+        return Weight(module, name, entry.shape, None, {VALUES: place})
     if len(entry.shape) != 3 or leaf not in STACKS or "experts" not in parent.split("."):
         return None
     transposed = _is_transposed(parent, places, config)
