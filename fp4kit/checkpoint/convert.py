@@ -28,8 +28,10 @@ from fp4kit.cpu.native import num_threads
 from fp4kit.ops.engines import engine
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import GgufFile, read_any_header
+from fp4kit.storage.gguf_writer import gguf_header
 from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import nbytes_of, read_header
+from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
@@ -114,9 +116,19 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
     """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space."""
     target = Path(destination)
+    _check_name(plan, target)
     staging.check_destination(plan.source.root, target)
     staging.check_partial(target, resume)
     staging.check_space(target, bytes_to_write(plan))
+
+
+def _check_name(plan: Plan, target: Path) -> None:
+    """Raise CheckpointError for a name that says something else than what is written."""
+    if (target.suffix.lower() == ".gguf") != plan.is_file:
+        made = "a GGUF file becomes a GGUF file, whose name ends in .gguf" if plan.is_file else (
+            "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it, then convert that"
+        )
+        raise CheckpointError(f"{target}: {made}")
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
@@ -125,7 +137,8 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     check(plan, target, options.resume)
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
-    with staging.staged_directory(target, options.resume) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
+    file = plan.shards[0].name if plan.is_file else None
+    with staging.staged_directory(target, options.resume, file) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
         stage.is_ours = True
         done = _Run(plan, stage.folder.absolute(), options, journal).run()
         if key_of(plan.source, plan.request) != key:
@@ -136,7 +149,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 def _check_planned(plan: Plan) -> None:
     """Raise CheckpointError for a source that is not as it was when it was planned."""
     for file in plan.source.files:
-        if read_header(file.path, file.name) != file:
+        if read_any_header(file.path, file.name) != file:
             raise CheckpointError(f"{file.label}: changed since the conversion was planned; run again when nothing writes to it")
 
 
@@ -170,7 +183,7 @@ class _Run:
         staging.clear(self.folder, kept)  # of what an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
-            positions |= _lay_out(shard, self.folder)
+            positions |= _lay_out(self.plan, shard, self.folder)
         given, devices = self.options.executor, tuple(self.options.devices)
         by_threads = bool(devices) or engine() != "reference"
         workers = self.options.workers or (max(2, num_threads()) if by_threads else 1)
@@ -179,9 +192,10 @@ class _Run:
         sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
         with executor_of(given, workers, by_threads) as executor:
             sweep.run(executor, calls_ahead(given, workers))
-            self._write_beside()
-            digests = self._digests(sweep.digests, executor)
-        write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
+            if not self.plan.is_file:
+                self._write_beside()
+                digests = self._digests(sweep.digests, executor)
+                write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
         return tuple(sweep.done[job.key] for job in all_jobs)
 
     def _check(self, job: Job, found: Measured) -> None:
@@ -207,15 +221,11 @@ class _Run:
         return {name: found[path] for name, path in paths.items()}
 
 
-def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
+def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
     """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and position."""
-    ordered = file_order(shard.outputs)
-    header = header_bytes(ordered, shard.metadata)
-    path, position = folder / shard.name, len(header)
-    found = {}
-    for output in ordered:
-        found[output.name] = path, position
-        position += nbytes_of(output.dtype, output.shape)
+    path = folder / shard.name
+    header, places, position = _header(plan, shard)
+    found = {name: (path, at) for name, at in places.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, position)
@@ -223,6 +233,20 @@ def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
     finally:
         os.close(descriptor)
     return found
+
+
+def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file, where each of its tensors begins, and its size."""
+    source = plan.source.files[0]
+    if isinstance(source, GgufFile):
+        return gguf_header(source, shard.outputs, shard.metadata)
+    ordered = file_order(shard.outputs)
+    header, found = header_bytes(ordered, shard.metadata), {}
+    position = len(header)
+    for output in ordered:
+        found[output.name] = position
+        position += nbytes_of(output.dtype, output.shape)
+    return header, found, position
 
 
 def _facts(plan: Plan) -> dict[str, Any]:

@@ -21,12 +21,15 @@ from fp4kit.checkpoint.job import Done, Measured
 from fp4kit.checkpoint.request import Request
 from fp4kit.recipes.data import as_data
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """SHA-256 of the header of a safetensors file, its length included."""
+    """SHA-256 of the header of a file; of a safetensors file, its length included."""
     with file.path.open("rb") as stream:
+        if isinstance(file, GgufFile):
+            return hashlib.sha256(stream.read(file.data_start)).hexdigest()
         length = stream.read(8)
         return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
 

