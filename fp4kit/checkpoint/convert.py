@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import jobs, staging
+from fp4kit.checkpoint import jobs, mlx, staging
 from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
@@ -77,7 +77,7 @@ def convert(
     nonfinite: str = "error",
     options: Options | None = None,
 ) -> ConversionReport:
-    """Convert the model directory ``source`` into the new directory ``destination``.
+    """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
 
     Arguments are those of make_plan; options: how it is executed.
     Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a tensor
@@ -265,6 +265,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.form is None:
         return found | {CONFIG: config}
     own = {"version": __version__, "recipe": plan.recipe.id}
+    if plan.form.format == mlx.FORMAT:
+        config["quantization"] = mlx.declaration(plan.form)
+        return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
     if plan.form.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
     layers = [piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is plan.form]
@@ -274,7 +277,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config that declares no quantization."""
-    stale = ("quantization_config", "compression_config")
+    stale = ("quantization_config", "compression_config", "quantization")
     found = {key: value for key, value in config.items() if key not in stale}
     if isinstance(found.get("text_config"), dict):
         found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in stale}

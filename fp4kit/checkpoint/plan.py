@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, gguf, sharing
+from fp4kit.checkpoint import auxiliary, gguf, mlx, sharing
 from fp4kit.checkpoint.actions import actions_of
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
@@ -139,10 +139,11 @@ def make_plan(
     requantize: bool = False,
     nonfinite: str = "error",
 ) -> Plan:
-    """Return the plan to convert the model directory ``source``; reads headers and JSON only.
+    """Return the plan to convert the model ``source``; reads headers and JSON only.
 
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes
-        the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    source: a model directory, or a GGUF file, which becomes a GGUF file.
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers again; None
+        takes the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
     input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
     requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
@@ -168,6 +169,7 @@ class _Planner:
         self.decisions = self._decisions()
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
+        mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
         if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
             raise CheckpointError(
@@ -235,6 +237,8 @@ class _Planner:
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         own = {VERSION: __version__} if self.form is None else {RECIPE: self.request.recipe.id, VERSION: __version__}
         taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        if self.form is not None and self.form.format == mlx.FORMAT:
+            taken_over["format"] = mlx.FORMAT
         return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:

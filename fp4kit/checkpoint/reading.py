@@ -87,9 +87,7 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     form = weight.container
     if form is None or not form.has_tensor_scale:
         return None
-    stored = scalar_of(readers, weight, TENSOR_SCALE, expert)
-    with np.errstate(all="ignore"):
-        return np.float32(1) / stored if form.divides else stored / np.float32(form.tensor_scale_unit)
+    return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
 
 
 def slabs(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4kit.checkpoint import ggml_names
+from fp4kit.checkpoint import ggml_names, mlx
 from fp4kit.checkpoint.formats.configs import container_id
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.inspect import Checkpoint
@@ -73,6 +73,9 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
         found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
         return [Issue("error", name, text, ggml_names.ENGINE) for name, text in found]
+    if form is not None and form.format == mlx.FORMAT:
+        forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
+        return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     if name not in required.REQUIRED:
         return [Issue("warning", "model", f"what loaders require of {name} is not known here")]

