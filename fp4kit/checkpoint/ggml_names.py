@@ -50,7 +50,7 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 # Architectures whose graphs multiply by every .scale that is loaded; all others pass some over, without a word.
-_SCALING = {
+SCALING = {
     "llama", "mistral3", "cohere2", "cohere2moe", "qwen3", "qwen3moe", "qwen35", "qwen35moe", "qwen4exp", "gemma4", "nemotron_h",
     "nemotron_h_moe", "nanbeige", "mellum", "hy_v3", "deepseek32", "glm-dsa",
 }  # fmt: skip
@@ -69,7 +69,7 @@ def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection
     for module in scaled:
         if not _SCALED.fullmatch(module):
             yield module, "it does not know the .scale beside it, and refuses the file"
-        elif architecture not in _SCALING:
+        elif architecture not in SCALING:
             yield module, f"in models of {architecture} it passes over .scale, so that values are wrong"
         elif _BEFORE_BIAS.fullmatch(module) and f"{module}.bias" in tensors:
             yield module, "it stops where a feed-forward layer has a .bias beside its .scale"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.checkpoint.formats.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
+from fp4kit.checkpoint.ggml_names import SCALING
 from fp4kit.checkpoint.inspect import open_checkpoint
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
@@ -247,6 +249,12 @@ def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert {number: tuple(kind) for number, kind in GGML_TYPES.items()} == theirs
+
+
+def test_the_documentation_names_the_architectures() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    named = re.search(r"\(all but ([^)]*)\)", text)
+    assert named is not None and set(named[1].replace(",", " ").split()) == SCALING
 
 
 def test_part_of_blocks_is_no_tensor() -> None:
