@@ -198,6 +198,25 @@ def test_global_scales(tmp_path: Path) -> None:
         assert values.tobytes() == fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16).tobytes(), name
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
+def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
+    """What is stored is the amax where that is 2688 tensor scales up to a rounding, else those; mlx-lm would not read it."""
+    name = "model.layers.0.mlp.up_proj"
+    x = synthetic.random(name, (96, 64))
+    synthetic.write_model(tmp_path / "m", config("qwen3"), {f"{name}.weight": x})
+    q = fp4kit.quantize(x, recipe)
+    stored = q.tensor_amax if recipe == "nvfp4-te" else q.tensor_scale * GLOBAL
+    parts = {
+        f"{name}.weight": q.packed.view(np.uint32), f"{name}.scales": q.block_scale, f"{name}.global_scale": np.float32(stored),
+    }  # fmt: skip
+    own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+    synthetic.write_model(tmp_path / "q", config("qwen3", **own), parts)
+    report = verify(tmp_path / "q", tmp_path / "m", recipe)
+    assert [(layer.differing, layer.others) for layer in report.layers] == [(0, (0, 4))]
+    assert report.layers[0].tensor_scale == float(np.float32(stored) / GLOBAL)
+    assert [issue.text for issue in report.issues] == ["has a global_scale, which it reads of experts alone (switch_mlp)"]
+
+
 def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
     qwen3(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", "mxfp4-ocp", format="mlx")

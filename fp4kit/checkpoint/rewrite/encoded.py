@@ -58,11 +58,11 @@ def of_zeros(q: Quantized) -> Quantized:
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
     """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere.
 
-    The amax itself, where its own unit makes the recipe's tensor scale of it.
+    The amax itself, as MLX stores it, where that is the recipe's tensor scale up to a rounding.
     """
     if form.tensor_scale_unit != 1 and amax > 0:
         made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
-        return np.float32(amax) if form.multiplier(np.float32(amax)) == made else None
+        return np.float32(amax) if abs(form.multiplier(np.float32(amax)) - made) <= np.spacing(made) else None
     if not form.divides or recipe.tensor_rule != "compressed_tensors" or amax == 0:
         return None
     return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
