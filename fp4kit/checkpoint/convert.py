@@ -20,7 +20,8 @@ from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
+from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
+from fp4kit.checkpoint.planned import jobs_of
 from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
@@ -75,6 +76,7 @@ def convert(
     input_scale: float | None = None,
     requantize: bool = False,
     nonfinite: str = "error",
+    codes: str | Path | None = None,
     options: Options | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
@@ -86,7 +88,8 @@ def convert(
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
     plan = make_plan(
-        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite
+        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite,
+        codes=codes,
     )
     return execute(plan, destination, options)
 

@@ -61,4 +61,4 @@ def left_out(
     """Yield a sentence for every matrix of a GGUF file that stays what it is because of the length of its rows."""
     for name, weight in weights.items():
         if is_gguf_config(source.config) and decisions[name].reason == no_multiple(weight.shape, form.row_multiple):
-            yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {weight.dtype}"
+            yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {source.tensors[name][1].dtype}"

@@ -39,12 +39,18 @@ def source_facts(source: Source) -> dict[str, dict[str, Any]]:
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 
+def identity(source: Source) -> str:
+    """Names a model directory and its headers."""
+    facts = json.dumps(source_facts(source), sort_keys=True).encode()
+    return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
+
+
 def request_facts(request: Request) -> dict[str, Any]:
     """A request as JSON has it."""
     recipe = as_data(request.recipe)
     return {
         "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
-        "requantize": request.requantize, "nonfinite": request.nonfinite,
+        "requantize": request.requantize, "nonfinite": request.nonfinite, **({"codes": request.codes} if request.codes else {}),
     }  # fmt: skip
 
 

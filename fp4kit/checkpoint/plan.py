@@ -6,7 +6,7 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,14 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, gguf, mlx, sharing
 from fp4kit.checkpoint.actions import actions_of
+from fp4kit.checkpoint.codes import check_alike, with_codes
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
-from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container, OutputTensor
 from fp4kit.checkpoint.ggml_names import RECIPE, VERSION
-from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Target
+from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
+from fp4kit.checkpoint.journal import identity
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -37,6 +39,9 @@ _WORDS = {
     CARRY: "same codes where scales are powers of two", REQUANTIZE: "decoded and quantized anew",
     DEQUANTIZE: "decoded",
 }  # fmt: skip
+
+
+_NO_CODES = Decision(False, "--codes has none of it", True)
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ def make_plan(
     input_scale: float | None = None,
     requantize: bool = False,
     nonfinite: str = "error",
+    codes: str | Path | None = None,
 ) -> Plan:
     """Return the plan to convert the model ``source``; reads headers and JSON only.
 
@@ -149,6 +155,8 @@ def make_plan(
     requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
         MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
+    codes: a quantized model directory, whose codes a GGUF file takes instead of its own numbers, of the same model; matrices that
+        it has none for stay as they are. The recipe says into which form. Some rows of both are read, to see that they are alike.
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
     """
@@ -156,7 +164,13 @@ def make_plan(
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     check_declared(model, weights)
-    return _Planner(model, request, weights).plan()
+    if codes is None:
+        return _Planner(model, request, weights).plan()
+    beside = open_source(Path(codes))
+    taken = with_codes(weights, model, beside)
+    plan = _Planner(model, replace(request, codes=identity(beside)), taken).plan()
+    check_alike([tensor.name for tensor in plan.converted], weights, taken)
+    return plan
 
 
 class _Planner:
@@ -190,12 +204,18 @@ class _Planner:
         parts = part_names(self.weights.values()) - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
         decisions = decide(found, wishes, self.form.row_multiple)
+        if self.request.codes:
+            without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
+            decisions |= dict.fromkeys(without, _NO_CODES)
         if experts_only(self.form):
             alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
             others = {one.name for one in found if one.kind != "routed expert"}
             decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
         return decisions
+
+    def _has_codes(self, name: str) -> bool:
+        return name in self.weights and bool(self.weights[name].members)
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
         weight = self.weights.get(name)
@@ -246,6 +266,7 @@ class _Planner:
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
         reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
+        weight = None if self._has_codes(entry.name) else weight  # whose own numbers stay
         if weight is not None and weight.container is not None and not self._stays_quantized():
             return self._numbers(weight, f"{reason}; decoded, since its form is another one")
         if weight is not None and weight.container is not None:
@@ -315,32 +336,3 @@ def _check_outputs(shards: Iterable[ShardPlan]) -> None:
         if output.name in seen:
             raise CheckpointError(f"{shown(output.name)}: would be written twice; rename it in the source")
         seen.add(output.name)
-
-
-def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[Job]:
-    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
-    number = 0
-    for tensor in plan.tensors:
-        if tensor.place is not None:
-            path, at = positions[tensor.name]
-            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name  # no piece's, which ends with "#" and a number
-            yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
-            continue
-        for piece in tensor.pieces:
-            yield _job(plan, tensor, piece, positions, device[number % len(device)])
-            number += 1
-
-
-def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> Job:
-    targets = []
-    for output in piece.outputs:
-        path, at = positions[output.name]
-        begin, count = piece.share(output.nbytes)
-        targets.append(Target(output.part, path, at + begin, count, output.dtype))
-    key = f"{piece.module}#{piece.expert}"
-    group = (tensor.group or {}).get(piece.module, key)
-    request = plan.request
-    return Job(
-        key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
-        request.input_scale, request.nonfinite, piece.turned, device,
-    )  # fmt: skip

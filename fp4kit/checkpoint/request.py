@@ -32,6 +32,7 @@ class Request:
     input_scale: float | None = None
     requantize: bool = False
     nonfinite: str = "error"
+    codes: str = ""  # says which codes are taken, from a directory beside the source
 
     def __post_init__(self) -> None:
         if RECIPES.get(self.recipe.id, self.recipe) != self.recipe:  # the checkpoint names its recipe by id

@@ -34,10 +34,19 @@ class Located(NamedTuple):
     entry: TensorEntry
 
 
+class Rows(NamedTuple):
+    """Rows [span) of matrix `expert` of a weight."""
+
+    weight: Weight
+    expert: int
+    span: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
+    members: what its matrices are made of, one by one, where it is none of a file itself; parts then are those of the first.
     shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
     """
 
@@ -47,6 +56,7 @@ class Weight:
     container: Container | None
     parts: Mapping[str, Located]
     transposed: bool = False
+    members: tuple[Rows, ...] = ()
 
     @property
     def located(self) -> Located:
@@ -61,6 +71,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
+        if self.members:
+            return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
 
     @property

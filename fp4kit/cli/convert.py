@@ -71,6 +71,9 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
     )  # fmt: skip
     group.add_argument(
+        "--codes", metavar="DIR", help="of a GGUF file: take the codes of this quantized directory of the same model"
+    )
+    group.add_argument(
         "--input-scale", type=float, metavar="X",
         help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
     )  # fmt: skip
@@ -136,7 +139,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     return make_plan(
         _source(args.paths, args.demo), args.recipe, format=args.format, wishes=wishes, input_scale=args.input_scale,
-        requantize=args.requantize, nonfinite=args.nonfinite,
+        requantize=args.requantize, nonfinite=args.nonfinite, codes=args.codes,
     )  # fmt: skip
 
 
