@@ -155,8 +155,8 @@ def make_plan(
     requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
         MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
-    codes: a quantized model directory, whose codes a GGUF file takes instead of its own numbers, of the same model; matrices that
-        it has none for stay as they are. The recipe says into which form. Some rows of both are read, to see that they are alike.
+    codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has none: a directory
+        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must be alike.
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
     """

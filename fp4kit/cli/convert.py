@@ -71,7 +71,8 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
     )  # fmt: skip
     group.add_argument(
-        "--codes", metavar="DIR", help="of a GGUF file: take the codes of this quantized directory of the same model"
+        "--codes", metavar="MODEL",
+        help="take the codes of this quantized model: a directory where SRC is a GGUF file, and the other way round",
     )
     group.add_argument(
         "--input-scale", type=float, metavar="X",

@@ -1,4 +1,4 @@
-"""convert --codes: a GGUF file with the codes of a quantized directory of the same model, byte for byte, or a refusal."""
+"""convert --codes: codes of a quantized directory in a GGUF file, and the other way round, byte for byte; or a refusal."""
 
 from __future__ import annotations
 
@@ -96,9 +96,11 @@ def out_bytes(path: Path, name: str) -> bytes:
     return path.read_bytes()[entry.start : entry.start + entry.nbytes]
 
 
-def test_input_scales_go_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", CODES)
+def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
+    """Those that divide are inverted."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
-    directory(tmp_path / "q", tensors, input_scale=0.5)
+    directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
     taken(tmp_path / "m.gguf", tmp_path / "q")
     out = stored_scalars(tmp_path / "out.gguf")
     assert out["blk.0.attn_q.input_scale"].tolist() == [0.5] and out["blk.1.ffn_up_exps.input_scale"].tolist() == [0.5] * EXPERTS
@@ -132,6 +134,24 @@ def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
         assert "down_exps" in layer.name or layer.sqnr_db == np.inf
 
 
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
+)
+def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_path: Path) -> None:
+    """And gives them back: the file that is made of it has the same bytes."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "unused", tensors)
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    report = convert(tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes)
+    experts = 0 if format == "mlx" else EXPERTS * (3 if recipe == "mxfp4-ocp" else 2)
+    assert report.actions["rename"] == 11 + experts and set(report.actions) <= {"rename", "copy"}
+    if format == "mlx":
+        return
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
     """LlamaModel.permute of llama.cpp's converter."""
     return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
@@ -162,7 +182,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     directory(tmp_path / "q", tensors)
     with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
         taken(tmp_path / "m.gguf", tmp_path / "plain")
-    with refused("--codes: a GGUF file takes codes; for a model directory, convert the quantized one itself"):
+    with refused("--codes: a GGUF file takes those of a model directory, or the other way round; these are of one kind"):
         convert(tmp_path / "plain", tmp_path / "out", codes=tmp_path / "q")
     gguf_files.write_model(tmp_path / "x.gguf", **{"general.architecture": "none"})
     with refused("--codes: the gguf package does not know the architecture 'none'; update it"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container
+from fp4kit.checkpoint.formats.container import INPUT_SCALE
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, scalar_of, slabs
 from fp4kit.checkpoint.rewrite.rows import put_rows
@@ -24,11 +24,6 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
             if have.direction == job.container.direction:
                 output.put(part, np.array([stored], np.float32))
             else:
-                put(job, output, have.multiplier(stored) if part == TENSOR_SCALE else _inverted(have, stored))
+                put(job, output, have.multiplier(stored))
         elif output.has(part):
             put_given_input_scale(job, output)
-
-
-def _inverted(have: Container, stored: np.float32) -> np.float32:
-    with np.errstate(all="ignore"):
-        return np.float32(1) / stored if have.divides else stored
