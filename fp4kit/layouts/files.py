@@ -85,7 +85,7 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
     _check_multiple("unpack_gguf", "raw", raw, block.bytes, f"a block of {format} has {block.bytes} bytes")
     lead, blocks = raw.shape[:-1], raw.shape[-1] // block.bytes
     each = raw.reshape(*lead, blocks, block.bytes)
-    scales = np.ascontiguousarray(each[..., : block.scales]).reshape(*lead, blocks * block.scales)
+    scales = each[..., : block.scales].copy().reshape(*lead, blocks * block.scales)
     pairs = each[..., block.scales :].reshape(*lead, blocks, block.scales, block.group // 4, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     packed = np.empty_like(raw, shape=(*lead, blocks, block.scales, 2, block.group // 4))
@@ -103,6 +103,11 @@ def _gguf_block(op: str, format: str) -> GgufBlock:
 def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> None:
     if array.shape[-1] % multiple:
         raise ValueError(f"{op}: the last axis of {name} has length {array.shape[-1]}; {why}; needs a multiple of {multiple}")
+
+
+def _contiguous(a: Any) -> Any:
+    """np.ascontiguousarray, which CuPy's arrays do not take."""
+    return a if a.flags.c_contiguous else a.copy()
 
 
 MLX_WORD = np.dtype("<u4")
@@ -123,7 +128,7 @@ def pack_mlx(packed: Any) -> Any:
     """
     check_bytes("pack_mlx", packed)
     _check_multiple("pack_mlx", "packed", packed, MLX_WORD.itemsize, "a word has 4 bytes")
-    return np.ascontiguousarray(packed).view(MLX_WORD)
+    return _contiguous(packed).view(MLX_WORD)
 
 
 def unpack_mlx(words: Any) -> Any:
@@ -140,4 +145,4 @@ def unpack_mlx(words: Any) -> Any:
         raise TypeError(f"unpack_mlx: words are {words.dtype}; needs uint32")
     if not words.ndim:
         raise ValueError("unpack_mlx: words are 0-d; needs at least one axis")
-    return np.ascontiguousarray(words).view(np.uint8)
+    return _contiguous(words).view(np.uint8)
