@@ -128,7 +128,7 @@ def top_level_imports(path):
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_optional_packages_are_imported_when_they_are_needed(path):
     allowed = {"cuda": {"cupy", "cupy_backends"}, "torch": {"torch"}, "jax": {"jax"}}.get(part(module_name(path)), set())
-    optional = {"cupy", "cupy_backends", "jax", "matplotlib", "mpi4py", "torch", "pytest", "hypothesis"}
+    optional = {"cupy", "cupy_backends", "gguf", "jax", "matplotlib", "mpi4py", "torch", "pytest", "hypothesis"}
     assert set(top_level_imports(path)) & optional <= allowed
 
 

@@ -86,7 +86,10 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 
 
 def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
-    """Return what beside the ``model_files`` (their names, and the index) of ``root`` is copied and what is skipped."""
+    """Return what beside the ``model_files`` (their names, and the index) of ``root`` is copied and what is skipped.
+
+    Nothing, where ``root`` is a file.
+    """
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []
     for name, path in _walk(root):

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import jobs, staging
+from fp4kit.checkpoint import jobs, mlx, staging
 from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.plan import Plan, ShardPlan, jobs_of, make_plan
+from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
+from fp4kit.checkpoint.planned import jobs_of
 from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
@@ -28,8 +29,10 @@ from fp4kit.cpu.native import num_threads
 from fp4kit.ops.engines import engine
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import GgufFile, read_any_header
+from fp4kit.storage.gguf_writer import gguf_header
 from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import nbytes_of, read_header
+from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
@@ -73,9 +76,10 @@ def convert(
     input_scale: float | None = None,
     requantize: bool = False,
     nonfinite: str = "error",
+    codes: str | Path | None = None,
     options: Options | None = None,
 ) -> ConversionReport:
-    """Convert the model directory ``source`` into the new directory ``destination``.
+    """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
 
     Arguments are those of make_plan; options: how it is executed.
     Raises CheckpointError before any work for what a plan can see, and as soon as it is read for NaN or infinity in a tensor
@@ -84,7 +88,8 @@ def convert(
         sharing groups and tensors of zeros, whose tensor scale is 1.
     """
     plan = make_plan(
-        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite
+        source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite,
+        codes=codes,
     )
     return execute(plan, destination, options)
 
@@ -114,9 +119,19 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
     """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space."""
     target = Path(destination)
+    _check_name(plan, target)
     staging.check_destination(plan.source.root, target)
     staging.check_partial(target, resume)
     staging.check_space(target, bytes_to_write(plan))
+
+
+def _check_name(plan: Plan, target: Path) -> None:
+    """Raise CheckpointError for a name that says something else than what is written."""
+    if (target.suffix.lower() == ".gguf") != plan.is_file:
+        made = "a GGUF file becomes a GGUF file, whose name ends in .gguf" if plan.is_file else (
+            "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it, then convert that"
+        )
+        raise CheckpointError(f"{target}: {made}")
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
@@ -125,7 +140,8 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     check(plan, target, options.resume)
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
-    with staging.staged_directory(target, options.resume) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
+    file = plan.shards[0].name if plan.is_file else None
+    with staging.staged_directory(target, options.resume, file) as stage, Journal(stage.folder / staging.JOURNAL, key) as journal:
         stage.is_ours = True
         done = _Run(plan, stage.folder.absolute(), options, journal).run()
         if key_of(plan.source, plan.request) != key:
@@ -136,7 +152,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 def _check_planned(plan: Plan) -> None:
     """Raise CheckpointError for a source that is not as it was when it was planned."""
     for file in plan.source.files:
-        if read_header(file.path, file.name) != file:
+        if read_any_header(file.path, file.name) != file:
             raise CheckpointError(f"{file.label}: changed since the conversion was planned; run again when nothing writes to it")
 
 
@@ -170,7 +186,7 @@ class _Run:
         staging.clear(self.folder, kept)  # of what an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
         for shard in self.plan.shards:
-            positions |= _lay_out(shard, self.folder)
+            positions |= _lay_out(self.plan, shard, self.folder)
         given, devices = self.options.executor, tuple(self.options.devices)
         by_threads = bool(devices) or engine() != "reference"
         workers = self.options.workers or (max(2, num_threads()) if by_threads else 1)
@@ -179,9 +195,10 @@ class _Run:
         sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
         with executor_of(given, workers, by_threads) as executor:
             sweep.run(executor, calls_ahead(given, workers))
-            self._write_beside()
-            digests = self._digests(sweep.digests, executor)
-        write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
+            if not self.plan.is_file:
+                self._write_beside()
+                digests = self._digests(sweep.digests, executor)
+                write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
         return tuple(sweep.done[job.key] for job in all_jobs)
 
     def _check(self, job: Job, found: Measured) -> None:
@@ -207,15 +224,11 @@ class _Run:
         return {name: found[path] for name, path in paths.items()}
 
 
-def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
+def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
     """Make a file of its final size with its header, over what an interrupted run left; returns tensor -> file and position."""
-    ordered = file_order(shard.outputs)
-    header = header_bytes(ordered, shard.metadata)
-    path, position = folder / shard.name, len(header)
-    found = {}
-    for output in ordered:
-        found[output.name] = path, position
-        position += nbytes_of(output.dtype, output.shape)
+    path = folder / shard.name
+    header, places, position = _header(plan, shard)
+    found = {name: (path, at) for name, at in places.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(descriptor, position)
@@ -223,6 +236,20 @@ def _lay_out(shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
     finally:
         os.close(descriptor)
     return found
+
+
+def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
+    """The header of a file, where each of its tensors begins, and its size."""
+    source = plan.source.files[0]
+    if isinstance(source, GgufFile):
+        return gguf_header(source, shard.outputs, shard.metadata)
+    ordered = file_order(shard.outputs)
+    header, found = header_bytes(ordered, shard.metadata), {}
+    position = len(header)
+    for output in ordered:
+        found[output.name] = position
+        position += nbytes_of(output.dtype, output.shape)
+    return header, found, position
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
@@ -241,6 +268,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.form is None:
         return found | {CONFIG: config}
     own = {"version": __version__, "recipe": plan.recipe.id}
+    if plan.form.format == mlx.FORMAT:
+        config["quantization"] = mlx.declaration(plan.form)
+        return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
     if plan.form.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
     layers = [piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is plan.form]
@@ -250,7 +280,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config that declares no quantization."""
-    stale = ("quantization_config", "compression_config")
+    stale = ("quantization_config", "compression_config", "quantization")
     found = {key: value for key, value in config.items() if key not in stale}
     if isinstance(found.get("text_config"), dict):
         found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in stale}

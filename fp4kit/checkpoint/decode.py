@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,33 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
     return codes
 
 
+@cache
+def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """The numbers of element codes and of scale bytes whose products, exact in float32, are the values; of block formats.
+
+    Of GGUF as llama.cpp reads it: elements doubled, without a negative zero, and scales halved, so that the E8M0 byte 255 is
+    2^127, no NaN; of E4M3 bytes, 0x7F reads as 0 and the sign is passed over, but for 0xFF, which reads as 480.
+    Source: llama.cpp 0c1e57098, ggml-impl.h ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32; kvalues_mxfp4.
+    """
+    assert form.scale is not None
+    elements, scales = form.element.values, form.scale.values
+    if not form.in_blocks:
+        return elements, scales
+    if form.kind == "mxfp4":
+        halves = np.ldexp(np.float32(1), np.arange(256) - form.scale.bias - 1)
+    else:
+        halves = scales[np.arange(256) & 0x7F] / 2
+        halves[[0x7F, 0xFF]] = 0, 240
+    return elements * 2 + np.float32(0), halves.astype(np.float32)
+
+
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
     """Return the numbers of stored block scales: decoded bit patterns, or float32 as they are."""
-    values: npt.NDArray[np.float32] = scales if form.scale is None else form.scale.values[scales]
-    return values
+    if form.scale is None:
+        return scales
+    values = _factors(form)[1][scales]
+    with np.errstate(over="ignore"):  # 2^128, of the byte 255 of MXFP4 in GGUF
+        return values * np.float32(2) if form.in_blocks else values
 
 
 @ieee("decode")
@@ -41,20 +65,22 @@ def decode(
 
     codes: [N, K]; block_scale: as stored, one for a block of form.block elements; tensor_scale: None stands for 1.
     Numerics: both products rounded rn in float32, the one of the scales first; subnormals kept; a NaN scale gives NaN.
+    Of GGUF, what llama.cpp reads: see _factors.
     Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant. Recipes that
         decode in another order differ by at most 1 ulp.
     """
-    scale = scales_of(form, block_scale)
+    elements, scales = (form.element.values, None) if form.scale is None else _factors(form)
+    scale = block_scale if scales is None else scales[block_scale]
     if tensor_scale is not None:
         scale = scale * np.float32(tensor_scale)
     height, width = form.block
     rows, columns = codes.shape
     if height == 1:
-        elements = form.element.values[codes].reshape(*scale.shape, width)
-        values: npt.NDArray[np.float32] = (elements * scale[..., None]).reshape(codes.shape)
+        numbers = elements[codes].reshape(*scale.shape, width)
+        values: npt.NDArray[np.float32] = (numbers * scale[..., None]).reshape(codes.shape)
         return values
     spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
-    blocks: npt.NDArray[np.float32] = form.element.values[codes] * spread
+    blocks: npt.NDArray[np.float32] = elements[codes] * spread
     return blocks
 
 

@@ -15,7 +15,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fp4kit.checkpoint.ggml_names import config_of
 from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.gguf_file import is_gguf, read_gguf
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
 
@@ -28,7 +30,7 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Source:
-    """A model directory whose headers have been read and agree with its index."""
+    """A model directory whose headers have been read and agree with its index, or a GGUF file; config then is what that says."""
 
     root: Path
     config: Mapping[str, Any]
@@ -161,7 +163,10 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
 
 
 def open_source(root: Path) -> Source:
-    """Return the checked model in the directory ``root``; raises CheckpointError with what is wrong."""
+    """Return the checked model in the directory, or GGUF file, ``root``; raises CheckpointError with what is wrong."""
+    if is_gguf(root):
+        file = read_gguf(root)
+        return Source(root, config_of(file.metadata), (file,), (), False)
     if not resolved(root).is_dir():
         state = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed")

@@ -13,8 +13,9 @@ from typing import Any
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, existing_file, open_model_files, resolved
 from fp4kit.checkpoint.weights import Weight, looks_quantized, part_names, weights_of
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import read_any_header
 from fp4kit.storage.json_object import load_object
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``, a directory or a .safetensors file.
+    """Return the checkpoint at ``path``, a directory, a .safetensors or a GGUF file.
 
     Raises CheckpointError if it is malformed, or if a file of the directory is a link that leaves it.
     """
@@ -68,8 +69,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         files = open_model_files(place)[0]
         return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
     if not os.path.lexists(place):
-        raise CheckpointError(f"{place}: does not exist; a model directory or a .safetensors file is needed")
-    return Checkpoint(place, (read_header(place),), None, None)
+        raise CheckpointError(f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed")
+    return Checkpoint(place, (read_any_header(place),), None, None)
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:

@@ -21,12 +21,15 @@ from fp4kit.checkpoint.job import Done, Measured
 from fp4kit.checkpoint.request import Request
 from fp4kit.recipes.data import as_data
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """SHA-256 of the header of a safetensors file, its length included."""
+    """SHA-256 of the header of a file; of a safetensors file, its length included."""
     with file.path.open("rb") as stream:
+        if isinstance(file, GgufFile):
+            return hashlib.sha256(stream.read(file.data_start)).hexdigest()
         length = stream.read(8)
         return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
 
@@ -36,12 +39,18 @@ def source_facts(source: Source) -> dict[str, dict[str, Any]]:
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 
+def identity(source: Source) -> str:
+    """Names a model directory and its headers."""
+    facts = json.dumps(source_facts(source), sort_keys=True).encode()
+    return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
+
+
 def request_facts(request: Request) -> dict[str, Any]:
     """A request as JSON has it."""
     recipe = as_data(request.recipe)
     return {
         "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
-        "requantize": request.requantize, "nonfinite": request.nonfinite,
+        "requantize": request.requantize, "nonfinite": request.nonfinite, **({"codes": request.codes} if request.codes else {}),
     }  # fmt: skip
 
 

@@ -31,6 +31,12 @@ class Piece:
     at: int = 0
     turned: bool = False
 
+    @property
+    def number(self) -> int:
+        """Which of the matrices of its layer it is; of a layer that is one expert, which expert."""
+        height = self.span[1] - self.span[0]
+        return self.expert if self.whole == height else self.at // height
+
     def share(self, nbytes: int) -> tuple[int, int]:
         """Where its bytes begin in an output of that many, and how many they are."""
         return nbytes * self.at // self.whole, nbytes * (self.span[1] - self.span[0]) // self.whole
@@ -61,6 +67,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
         outputs = form.outputs(weight.name, weight.shape, has_input_scale)
+        for e, one in enumerate(weight.members):
+            yield Piece(one.weight, one.expert, one.span, weight.name, form, outputs, weight.experts * rows, e * rows)
+        if weight.members:
+            return
         for e in range(weight.experts):
             yield Piece(weight, e, (0, rows), weight.name, form, outputs, weight.experts * rows, e * rows)
         return

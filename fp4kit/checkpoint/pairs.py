@@ -154,8 +154,13 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
     """The parts of a layer as its file has them."""
     form = weight.container
     assert form is not None
-    stored = (weight.parts[part] for part in (CODES, SCALES))
-    codes, scales = (readers.matrix(part, expert) if len(weight.shape) == 3 else readers.array(part) for part in stored)
+    if form.in_blocks:
+        slab = next(slabs(readers, weight, expert, most=1 << 40))
+        codes, scales = np.asarray(slab.codes), np.asarray(slab.scales)
+    else:
+        stored = (weight.parts[part] for part in (CODES, SCALES))
+        codes, scales = (readers.matrix(part, expert) if len(weight.shape) == 3 else readers.array(part) for part in stored)
+        codes = codes.view(np.uint8)
     if weight.transposed:
         codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
     rows = weight.shape[-2]

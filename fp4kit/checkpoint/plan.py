@@ -6,27 +6,30 @@ A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, sharing
+from fp4kit.checkpoint import auxiliary, gguf, mlx, sharing
 from fp4kit.checkpoint.actions import actions_of
+from fp4kit.checkpoint.codes import check_alike, with_codes
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
-from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, VALUES, Container, OutputTensor
-from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Target
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.ggml_names import RECIPE, VERSION
+from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
+from fp4kit.checkpoint.journal import identity
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
-from fp4kit.checkpoint.weights import Located, Weight, is_interleaved, located, part_names, weights_of
+from fp4kit.checkpoint.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -36,6 +39,9 @@ _WORDS = {
     CARRY: "same codes where scales are powers of two", REQUANTIZE: "decoded and quantized anew",
     DEQUANTIZE: "decoded",
 }  # fmt: skip
+
+
+_NO_CODES = Decision(False, "--codes has none of it", True)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,11 @@ class Plan:
         return self.request.recipe
 
     @property
+    def is_file(self) -> bool:
+        """Whether a file is written, a GGUF file, and no directory."""
+        return gguf.is_gguf_config(self.source.config)
+
+    @property
     def tensors(self) -> tuple[TensorPlan, ...]:
         """Of all files."""
         return tuple(tensor for shard in self.shards for tensor in shard.tensors)
@@ -132,16 +143,20 @@ def make_plan(
     input_scale: float | None = None,
     requantize: bool = False,
     nonfinite: str = "error",
+    codes: str | Path | None = None,
 ) -> Plan:
-    """Return the plan to convert the model directory ``source``; reads headers and JSON only.
+    """Return the plan to convert the model ``source``; reads headers and JSON only.
 
-    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", or "bf16" for numbers again; None takes
-        the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    source: a model directory, or a GGUF file, which becomes a GGUF file.
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers again; None
+        takes the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
     input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
         W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
     requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
         MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
+    codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has none: a directory
+        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must be alike.
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
     """
@@ -149,7 +164,13 @@ def make_plan(
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     check_declared(model, weights)
-    return _Planner(model, request, weights).plan()
+    if codes is None:
+        return _Planner(model, request, weights).plan()
+    beside = open_source(Path(codes))
+    taken = with_codes(weights, model, beside)
+    plan = _Planner(model, replace(request, codes=identity(beside)), taken).plan()
+    check_alike([tensor.name for tensor in plan.converted], weights, taken)
+    return plan
 
 
 class _Planner:
@@ -162,6 +183,8 @@ class _Planner:
         self.decisions = self._decisions()
         self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
         self.has_input_scale = self._has_input_scale()
+        mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
+        gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
         if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
             raise CheckpointError(
                 "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
@@ -180,7 +203,10 @@ class _Planner:
         facts = model_facts(self.config)
         parts = part_names(self.weights.values()) - set(self.weights)
         found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
-        decisions = decide(found, wishes, self.form.group_size)
+        decisions = decide(found, wishes, self.form.row_multiple)
+        if self.request.codes:
+            without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
+            decisions |= dict.fromkeys(without, _NO_CODES)
         if experts_only(self.form):
             alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
             others = {one.name for one in found if one.kind != "routed expert"}
@@ -188,11 +214,15 @@ class _Planner:
         check(found, wishes, decisions)
         return decisions
 
+    def _has_codes(self, name: str) -> bool:
+        return name in self.weights and bool(self.weights[name].members)
+
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
         weight = self.weights.get(name)
         if weight is None:
             return candidate(name, entry.dtype, entry.shape, facts)
-        return Candidate(name, weight.name, weight.dtype, weight.shape, facts)
+        dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
+        return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
         """Whether every layer gets an input scale: the user's, or those that all of them have."""
@@ -225,14 +255,18 @@ class _Planner:
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
         parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
-        extra = [] if self.form is None else [("fp4kit.recipe", self.request.recipe.id)]
-        return ShardPlan(file.name, tensors, {"format": "pt", **file.metadata, **dict(extra), "fp4kit.version": __version__})
+        own = {VERSION: __version__} if self.form is None else {RECIPE: self.request.recipe.id, VERSION: __version__}
+        taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        if self.form is not None and self.form.format == mlx.FORMAT:
+            taken_over["format"] = mlx.FORMAT
+        return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
         weight = self.weights.get(entry.name)
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
         reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
+        weight = None if self._has_codes(entry.name) else weight  # whose own numbers stay
         if weight is not None and weight.container is not None and not self._stays_quantized():
             return self._numbers(weight, f"{reason}; decoded, since its form is another one")
         if weight is not None and weight.container is not None:
@@ -284,9 +318,10 @@ class _Planner:
         stay = {weight.tensor for weight in quantized}
         kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
-        declared = CONTAINERS[container_id(self.form, self.has_input_scale)]
+        declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
         warnings = [shown(line) for line in sharing.partly_converted(modules, set(converted))]
-        if declared.syntax is None:
+        warnings += gguf.left_out(self.source, self.form, self.weights, self.decisions)
+        if declared is None or declared.syntax is None:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
@@ -301,32 +336,3 @@ def _check_outputs(shards: Iterable[ShardPlan]) -> None:
         if output.name in seen:
             raise CheckpointError(f"{shown(output.name)}: would be written twice; rename it in the source")
         seen.add(output.name)
-
-
-def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[Job]:
-    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
-    number = 0
-    for tensor in plan.tensors:
-        if tensor.place is not None:
-            path, at = positions[tensor.name]
-            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name  # no piece's, which ends with "#" and a number
-            yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
-            continue
-        for piece in tensor.pieces:
-            yield _job(plan, tensor, piece, positions, device[number % len(device)])
-            number += 1
-
-
-def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> Job:
-    targets = []
-    for output in piece.outputs:
-        path, at = positions[output.name]
-        begin, count = piece.share(output.nbytes)
-        targets.append(Target(output.part, path, at + begin, count, output.dtype))
-    key = f"{piece.module}#{piece.expert}"
-    group = (tensor.group or {}).get(piece.module, key)
-    request = plan.request
-    return Job(
-        key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
-        request.input_scale, request.nonfinite, piece.turned, device,
-    )  # fmt: skip

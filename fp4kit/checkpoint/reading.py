@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.decode import decode_rows, scales_of
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, VALUES
-from fp4kit.checkpoint.weights import Located, Weight
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader
+from fp4kit.checkpoint.weights import Q8_0, Located, Weight
+from fp4kit.layouts import unpack_gguf
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
@@ -82,12 +83,11 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """What multiplies on decode: the stored number, or its reciprocal in float32 where that divides."""
-    if weight.container is None or not weight.container.has_tensor_scale:
+    """What multiplies on decode: the stored number in its unit, or its reciprocal where that divides; one rounding to float32."""
+    form = weight.container
+    if form is None or not form.has_tensor_scale:
         return None
-    stored = scalar_of(readers, weight, TENSOR_SCALE, expert)
-    with np.errstate(all="ignore"):
-        return np.float32(1) / stored if weight.container.divides else stored
+    return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
 
 
 def slabs(
@@ -108,7 +108,7 @@ def slabs(
     itemsize = 4
     if weight.container is not None:
         height = max(height, weight.container.block[0])
-    else:
+    elif weight.dtype != Q8_0:
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(most // (columns * itemsize * height), 1) * height
     tensor_scale = tensor_scale_of(readers, weight, expert)
@@ -132,9 +132,25 @@ _ROWS = {VALUES, CODES, SCALES}  # parts that have rows
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
     rows, columns = weight.shape[-2:]
+    if weight.dtype == Q8_0:
+        return _of_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
     dtype = NUMPY_DTYPES[weight.dtype]
     raw = readers.bytes(weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize)
     return raw.view(dtype).reshape(count, columns)
+
+
+def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """The bytes of rows of a tensor, (count, bytes of a row): counted over all matrices of a stack."""
+    width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
+    return readers.bytes(place, start * width, count * width).reshape(count, width)
+
+
+def _of_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
+    """The numbers of blocks, each a float16 scale and 32 signed bytes: their products, exact in float32 up to its range."""
+    blocks = raw.reshape(len(raw), -1, 34)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # infinite scales times 0
+        return (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(len(raw), columns)
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +158,8 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
+    if container.in_blocks:
+        return unpack_gguf(_whole_rows(readers, weight.parts[CODES], expert * rows + start, count), container.kind)
     width = columns * container.element.bits // 8
     codes = readers.bytes(weight.parts[CODES], (expert * rows + start) * width, count * width).reshape(count, width)
     high, wide = container.block

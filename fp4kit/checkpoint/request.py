@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp4kit.checkpoint.formats.configs import FORMATS, WRITTEN
+from fp4kit.checkpoint import gguf, mlx
+from fp4kit.checkpoint.formats.configs import ALL_FORMATS, WRITTEN
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
@@ -31,12 +32,13 @@ class Request:
     input_scale: float | None = None
     requantize: bool = False
     nonfinite: str = "error"
+    codes: str = ""  # says which codes are taken, from a directory beside the source
 
     def __post_init__(self) -> None:
         if RECIPES.get(self.recipe.id, self.recipe) != self.recipe:  # the checkpoint names its recipe by id
             raise CheckpointError(f"recipe {self.recipe.id}: changed from the one of that id; give it an id of its own")
-        if self.format is not None and self.format not in FORMATS:
-            raise CheckpointError(f"format {self.format}: unknown; use one of {', '.join(FORMATS)}")
+        if self.format is not None and self.format not in ALL_FORMATS:
+            raise CheckpointError(f"format {self.format}: unknown; use one of {', '.join(ALL_FORMATS)}")
         if self.nonfinite not in NONFINITE:
             raise CheckpointError(f"nonfinite {self.nonfinite}: unknown; use one of {', '.join(NONFINITE)}")
         if self.input_scale is not None and not float(FLT_MIN) <= self.input_scale <= float(FLT_MAX):
@@ -44,8 +46,12 @@ class Request:
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader reads."""
+        if gguf.is_gguf_config(config):
+            return self._gguf_form()
         if self.format == NUMBERS:
             return None
+        if self.format == mlx.FORMAT:
+            return self._mlx_form()
         kind, family = kind_of(self.recipe), support.family_of(config)
         wanted = self.format or support.best_format(kind, family) or "modelopt"  # which is then refused, with the way out
         refused = support.refusal(wanted, kind, family)
@@ -59,6 +65,20 @@ class Request:
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(f"input scale: {self.recipe.id} stores none; leave it out, or use an NVFP4 recipe")
         return form
+
+
+    def _mlx_form(self) -> Container:
+        if self.input_scale is not None:
+            raise CheckpointError("input scale: mlx-lm reads none; leave it out")
+        return mlx.form_for(self.recipe)
+
+    def _gguf_form(self) -> Container | None:
+        """The blocks of the GGUF file that a GGUF file becomes, None for numbers."""
+        if self.format not in (None, NUMBERS):
+            raise CheckpointError(f"format {self.format}: a GGUF file becomes a GGUF file; leave --format out, or say {NUMBERS}")
+        if self.input_scale is not None:
+            raise CheckpointError("input scale: llama.cpp reads none that is not calibrated; leave it out")
+        return None if self.format == NUMBERS else gguf.form_for(self.recipe)
 
 
 def kind_of(recipe: Recipe) -> str:

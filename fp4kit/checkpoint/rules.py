@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
+from fp4kit.checkpoint import ggml_names
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
 
 # Of one section of config.json, the decoder's own first: Whisper and BART have both kinds.
 _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
-_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
+_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")  # leaf names of stacks of experts
 _GRANITE_STACKS = ("input_linear", "output_linear")
 # Encoders of images, sound and the like, what joins them to the language model, and what speaks.
@@ -38,7 +40,7 @@ _MLPS = {
 _DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
 _CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
 
-Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
+Role = ggml_names.Role
 Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
 
 
@@ -59,6 +61,8 @@ def _role(part: str) -> Role | None:
         return "experts"
     if part in _SHARED_EXPERTS:
         return "shared"
+    if part in ggml_names.ROLES:
+        return ggml_names.ROLES[part]
     if "attn" in part or "attention" in part.lower():
         return "attention"
     return "mlp" if part in _MLPS else None
@@ -71,6 +75,7 @@ class Model:
     layers: int | None
     model_type: str = ""
     has_encoder: bool = False  # beside the decoder, so that encoder.layers.N is none of its layers
+    is_gguf: bool = False  # its tensors have the names of llama.cpp
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Candidate:
     @cached_property
     def is_stack(self) -> bool:
         """Whether it is a stack of experts of a form that can be converted."""
-        return len(self.shape) == 3 and self.parts[-1] in STACKS and "experts" in self.roles
+        return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
     def is_weight(self) -> bool:
@@ -180,7 +185,7 @@ def model_facts(config: Mapping[str, Any]) -> Model:
     """Return the facts of config.json, and of its text_config and the like, that rules use."""
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config))
-    return Model(counts[0] if counts else None, str(config.get("model_type", "")), has_encoder)
+    return Model(counts[0] if counts else None, str(config.get("model_type", "")), has_encoder, ggml_names.ARCHITECTURE in config)
 
 
 def _other_stack(tensor: Candidate) -> str | None:
@@ -260,13 +265,19 @@ def _sensitive(tensor: Candidate) -> str | None:
     return f"engines read it unquantized ({leaf})"
 
 
+def _ggml(tensor: Candidate) -> str | None:
+    return ggml_names.kept(tensor.name) if tensor.model.is_gguf else None
+
+
 def _conv1d(tensor: Candidate) -> str | None:
     transposed = tensor.model.model_type in _CONV1D_MODELS
     return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    plain = tensor.dtype in DTYPE_BITS and tensor.dtype not in FLOAT_DTYPES
+    if tensor.dtype == "Q8_0":
+        return "is Q8_0, quantized already; --requantize gives it other codes"
+    plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES
     return f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}" if plain else None
 
 
@@ -297,6 +308,7 @@ RULES = (
     Rule(_embedding, False),
     Rule(_draft_input, True),
     Rule(_sensitive, True),
+    Rule(_ggml, True),
     Rule(_conv1d, True),
     Rule(_dtype, True),
     Rule(_empty, True),

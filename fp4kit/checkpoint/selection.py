@@ -113,7 +113,7 @@ class Judge:
         """Return the decision of rules to copy, or None."""
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
-            return Decision(False, f"K = {tensor.shape[-1]} is not a multiple of {self._block}", True)
+            return Decision(False, no_multiple(tensor.shape, self._block), True)
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
@@ -148,10 +148,15 @@ class Judge:
         return _NOT_NAMED if self._wishes.only and self._only.first(module) is None else None
 
 
+def no_multiple(shape: tuple[int, ...], block: int) -> str:
+    """Return the reason for which a matrix is copied whose rows are no multiple of a block."""
+    return f"K = {shape[-1]} is not a multiple of {block}"
+
+
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
     """Return what becomes of every tensor, by Candidate.name, in their order.
 
-    block: elements of a row that share a scale; K must be a multiple of it. A decision depends on its own tensor alone, so that
+    block: elements of which a row must be a multiple. A decision depends on its own tensor alone, so that
         tensors may come in any number of calls.
     Raises CheckpointError if layers are to be kept that the model does not have, or whose count config.json does not say.
     """

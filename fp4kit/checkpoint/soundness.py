@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fp4kit.checkpoint import ggml_names, mlx
 from fp4kit.checkpoint.formats.configs import container_id
-from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container
+from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.loaders import exclusions, required
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -68,12 +69,19 @@ def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
     """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number, as stored."""
     form, config = _form(model.layers.values()), model.config or {}
+    if ggml_names.ARCHITECTURE in config:
+        scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
+        found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
+        return [Issue("error", name, text, ggml_names.ENGINE) for name, text in found]
+    if form is not None and form.format == mlx.FORMAT:
+        forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
+        return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     if name not in required.REQUIRED:
         return [Issue("warning", "model", f"what loaders require of {name} is not known here")]
     tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
-    found = required.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
-    return [_issue(one) for one in (*found, *_exclusions(model, name, form))]
+    findings = required.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
+    return [_issue(one) for one in (*findings, *_exclusions(model, name, form))]
 
 
 def _issue(found: Finding) -> Issue:
@@ -126,7 +134,7 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
             found.append(candidate(name, entry.dtype, entry.shape, facts))
         elif name not in parts and weight is not None:
             found.append(Candidate(name, weight.name, weight.dtype, weight.shape, facts))
-    decisions = decide(found, Wishes(), form.group_size)
+    decisions = decide(found, Wishes(), form.row_multiple)
     return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
 
 

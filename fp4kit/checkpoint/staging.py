@@ -193,8 +193,8 @@ class Stage:
 
 
 @contextmanager
-def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]:
-    """Yield the partial directory of a destination; at the end it gets its name.
+def staged_directory(destination: Path, resume: bool = False, file: str | None = None) -> Iterator[Stage]:
+    """Yield the partial directory of a destination; at the end it gets its name, or the file in it that is all that is made.
 
     After a CheckpointError it is removed. After all else (KeyboardInterrupt, SystemExit, a full disk, workers that died) it stays
     if it has a journal. One that is to be resumed stays in any case until the run calls it its own: see Stage.
@@ -211,7 +211,7 @@ def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]
     lock = _locked(partial, destination)
     try:
         yield stage
-        _publish(stage, destination)
+        _publish(stage, destination, file)
     except BaseException as error:
         if partial.exists() and not stage.published and not stage.is_kept_after(error):
             with suppress(OSError):
@@ -228,11 +228,11 @@ def staged_directory(destination: Path, resume: bool = False) -> Iterator[Stage]
     sync_directory(destination.parent)
 
 
-def _publish(stage: Stage, destination: Path) -> None:
-    """Give a partial directory its name."""
-    partial = stage.folder
-    os.chmod(partial, 0o777 & ~_umask())
-    for folder, _, _ in os.walk(partial):
+def _publish(stage: Stage, destination: Path, file: str | None) -> None:
+    """Give a partial directory, or a file of it, its name."""
+    partial = stage.folder if file is None else stage.folder / file
+    os.chmod(partial, (0o777 if file is None else 0o666) & ~_umask())
+    for folder, _, _ in os.walk(stage.folder):
         sync_directory(Path(folder))
     if os.path.lexists(destination):
         raise CheckpointError(f"{destination}: appeared while the conversion ran; nothing was written to it")
@@ -242,10 +242,14 @@ def _publish(stage: Stage, destination: Path) -> None:
 
 
 def _tidy(destination: Path) -> None:
-    """Remove what a run needed, of a directory that has got its name. Not before: another run could take it for its own."""
-    if is_published(destination):
+    """Remove what a run needed, of what has got its name. Not before: another run could take it for its own."""
+    if not is_published(destination):
+        return
+    if destination.is_dir():
         for name in (JOURNAL, LOCK):
             (destination / name).unlink(missing_ok=True)
+    elif is_partial(partial_of(destination)):
+        _remove(partial_of(destination))
 
 
 def _locked(partial: Path, destination: Path) -> int:

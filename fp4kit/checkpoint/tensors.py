@@ -21,6 +21,7 @@ from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, decide
 from fp4kit.checkpoint.weights import Weight, has_turned_stacks, stack_shape
 from fp4kit.interop import cupy
+from fp4kit.layouts import pack_mlx
 from fp4kit.libraries import library_of, torch_arrays
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
@@ -75,7 +76,7 @@ class Rules:
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
         """Name -> decision, of tensors given by name, safetensors dtype and shape: the converter's own."""
-        return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.group_size)
+        return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
         if len(shape) != 3:
@@ -211,7 +212,7 @@ def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) ->
         q = of_zeros(q.to("numpy"))
         packed, scales_of_blocks = _in_library(q.packed, packed), _in_library(q.block_scale, packed)
     specs = form.specs(tuple(matrix.shape))
-    yield module + form.suffixes[CODES], _typed(packed.reshape(specs[CODES][1]), form.codes_dtype)
+    yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
     yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
     scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
     if rules.input_scale is not None:
@@ -233,6 +234,8 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 
 def _typed(array: Any, dtype: str) -> Any:
     """Bytes as the dtype that a file says, where the library has it."""
+    if dtype == "U32":
+        return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
     names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
     if dtype not in names or type(array).__module__ == "cupy":
         return array

@@ -12,16 +12,18 @@ from math import prod
 from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
+from fp4kit.checkpoint.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.rules import STACKS
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 _QUANTIZED_NAMES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".weight_global_scale", ".weight_packed", ".input_scale",
-    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2",
+    ".qweight", "_blocks", "_scales", "_weight_scale", "_weight_scale_2", ".scales",
 )  # fmt: skip
-_QUANTIZED_WEIGHTS = ("U8", "I8", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
+_QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
+Q8_0 = "Q8_0"  # numbers of 8 bits under a float16 scale, which GGUF files of a model that is not quantized further have
 _TURNED = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")  # is_transposed in transformers 5.23
 
 
@@ -32,10 +34,19 @@ class Located(NamedTuple):
     entry: TensorEntry
 
 
+class Rows(NamedTuple):
+    """Rows [span) of matrix `expert` of a weight."""
+
+    weight: Weight
+    expert: int
+    span: tuple[int, int]
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
+    members: what its matrices are made of, one by one, where it is none of a file itself; parts then are those of the first.
     shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
     """
 
@@ -45,6 +56,7 @@ class Weight:
     container: Container | None
     parts: Mapping[str, Located]
     transposed: bool = False
+    members: tuple[Rows, ...] = ()
 
     @property
     def located(self) -> Located:
@@ -59,6 +71,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
+        if self.members:
+            return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
 
     @property
@@ -117,7 +131,9 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """The quantized layer of this name, if its tensors have the dtypes and shapes of a container."""
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
-    if not {CODES, SCALES} <= set(parts) or not (damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)):
+    damaged = damaged and not container.is_exact
+    scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
+    if not container.needed <= set(parts) or not scaled:
         return None
     shape = container.shape_of(parts[CODES].entry.shape)
     if shape is None:
@@ -134,11 +150,13 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
     """A weight of plain numbers: a matrix P.weight, or a stack of experts."""
     entry, module = place.entry, name.removesuffix(".weight")
-    if entry.dtype not in FLOAT_DTYPES or 0 in entry.shape:
+    if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
         return None
     if len(entry.shape) == 2 and module != name:
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
+    if len(entry.shape) == 3 and leaf in GGUF_STACKS:
+        return Weight(module, name, entry.shape, None, {VALUES: place})
     if len(entry.shape) != 3 or leaf not in STACKS or "experts" not in parent.split("."):
         return None
     transposed = _is_transposed(parent, places, config)

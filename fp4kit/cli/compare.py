@@ -17,8 +17,8 @@ from fp4kit.storage.errors import shown
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(subparsers, "compare", _compare, "compare two checkpoints; exit code 0 equal, 1 different, 2 error")
-    add_path(parser, "a", metavar="A", help="model directory or .safetensors file, such as the original of B")
-    add_path(parser, "b", metavar="B", help="model directory or .safetensors file")
+    add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
+    add_path(parser, "b", metavar="B", help="model directory, .safetensors or .gguf file")
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:

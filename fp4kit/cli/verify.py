@@ -26,8 +26,8 @@ def register(subparsers: Any) -> None:
         subparsers, "verify", _verify, "check a checkpoint: its files, its numbers, what engines make of it, and its source",
         epilog="Exit codes: 0 no errors, though there may be warnings; 1 errors, such as bytes that differ; 2 it cannot be read.",
     )  # fmt: skip
-    add_path(parser, "path", metavar="DST", help="directory of the quantized model")
-    parser.add_argument("--source", metavar="SRC", help="directory of the model that it was made of, with which it is compared")
+    add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
+    parser.add_argument("--source", metavar="SRC", help="directory or GGUF file that it was made of, with which it is compared")
     parser.add_argument("--recipe", help="of the quantized layers (default: the one that the checkpoint records)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network")
     add_workers(parser)

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from fp4kit.formats import FLOATS
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.ggml_types import BLOCKED, ggml_nbytes
 from fp4kit.storage.json_object import parse_object
 
 # Bits of one element, in the order of the format's own table, by which its writer sorts.
@@ -36,6 +37,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
+    "U32": np.dtype(np.uint32),  # words of codes
     "I8": np.dtype(np.uint8),  # codes; numbers of 8 bits are bit patterns here
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
@@ -58,7 +60,9 @@ _PLAIN_WORDS = {
 
 
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor; formats below 8 bits are packed without padding inside the tensor."""
+    """Return the bytes of a tensor; formats below 8 bits are packed without padding in the tensor, those of GGUF in blocks."""
+    if dtype in BLOCKED:
+        return ggml_nbytes(BLOCKED[dtype], shape)
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
 
 

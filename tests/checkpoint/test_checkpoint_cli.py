@@ -42,6 +42,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
+NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
+
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
@@ -83,8 +85,8 @@ def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
         (["convert", "only"], "fp4kit convert: got 1 path(s); two are needed: SRC DST\n"),
         (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
         (["convert", "none", "out"], "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n"),
-        (["inspect", "none"], "fp4kit inspect: none: does not exist; a model directory or a .safetensors file is needed\n"),
-        (["compare", "none", "x"], "fp4kit compare: none: does not exist; a model directory or a .safetensors file is needed\n"),
+        (["inspect", "none"], f"fp4kit inspect: none: does not exist; {NEEDED}\n"),
+        (["compare", "none", "x"], f"fp4kit compare: none: does not exist; {NEEDED}\n"),
     ],
 )  # fmt: skip
 def test_errors_are_one_line(

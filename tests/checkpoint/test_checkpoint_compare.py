@@ -66,7 +66,7 @@ def test_inspect_tells_configs_that_disagree(tmp_path: Path) -> None:
 
 
 def test_inspect_of_nothing(tmp_path: Path) -> None:
-    with refused("none: does not exist; a model directory or a .safetensors file is needed"):
+    with refused("none: does not exist; a model directory, a .safetensors or a GGUF file is needed"):
         open_checkpoint(tmp_path / "none")
 
 

@@ -13,7 +13,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint.convert import convert
-from fp4kit.checkpoint.formats.configs import FORMATS
+from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.plan import make_plan
 
 
@@ -122,7 +122,7 @@ def test_changed_recipe_needs_an_id_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"format": "gguf"}, f"format gguf: unknown; use one of {', '.join(FORMATS)}"),
+        ({"format": "gguf"}, f"format gguf: unknown; use one of {', '.join(ALL_FORMATS)}"),
         ({"nonfinite": "drop"}, "nonfinite drop: unknown; use one of error, keep, saturate"),
         ({"format": "sglang-mxfp8"}, "--format sglang-mxfp8 holds mxfp8 only, no nvfp4; use --format "),
         ({"format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),

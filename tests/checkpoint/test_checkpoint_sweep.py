@@ -23,7 +23,8 @@ from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.execution import run_all
 from fp4kit.checkpoint.job import Job
 from fp4kit.checkpoint.manifest import differences
-from fp4kit.checkpoint.plan import jobs_of, make_plan
+from fp4kit.checkpoint.plan import make_plan
+from fp4kit.checkpoint.planned import jobs_of
 
 SYNC = staging.sync_file
 

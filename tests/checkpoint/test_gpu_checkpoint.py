@@ -13,7 +13,8 @@ from on_gpu import DEVICES, ON_GPU
 from fp4kit.checkpoint import jobs
 from fp4kit.checkpoint.convert import Options, convert, execute
 from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.plan import jobs_of, make_plan
+from fp4kit.checkpoint.plan import make_plan
+from fp4kit.checkpoint.planned import jobs_of
 from fp4kit.checkpoint.verify import verify
 from fp4kit.checkpoint.weights import weights_of
 

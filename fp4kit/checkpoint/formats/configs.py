@@ -25,6 +25,7 @@ from fp4kit.checkpoint.formats.container import (
 )
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
+ALL_FORMATS = (*FORMATS, "mlx")  # mlx is chosen by name alone; loaders/ is about the others
 WRITTEN = (MODELOPT_NVFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 

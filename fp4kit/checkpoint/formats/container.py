@@ -17,10 +17,18 @@ Of a layer P of shape [..., N, K], with codes and scales row-major and element 2
 | deepseek-v4 nvfp4                       | as modelopt NVFP4           |                        |                               |
 | fp8 128x128                             | P.weight F8_E4M3 [N, K]     | P.weight_scale_inv F32 |                               |
 | fp8 128x128 ue8m0                       | P.weight F8_E4M3 [N, K]     | P.scale F8_E8M0        |                               |
+| mlx mxfp4                               | P.weight U32 [N, K/8]       | P.scales U8            |                               |
+| mlx nvfp4, mlx nvfp4 global             | P.weight U32 [N, K/8]       | P.scales U8            | P.global_scale F32 [] ***     |
+| mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
+| gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
+| gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
 
 *: the stored number divides on decode. **: scales are [E, K/16, N]; the last is one number for all experts, or one for each.
+***: the tensor's amax, which is the tensor scale times the largest number of a block; nvfp4 and NVFP4 alone have none. Those of
+MLX and of GGUF keep stacks of experts, [E, N, K], with a tensor scale for each.
 Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20
-compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release.
+compressors; SGLang 0.5.23 fp8.py; transformers 5.23 integrations/mxfp4.py; DeepSeek-V4's own release; MLX 0.32.4, mlx-lm 0.32.2;
+llama.cpp 0c1e57098.
 """
 
 from __future__ import annotations
@@ -29,9 +37,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
+import numpy as np
+
+from fp4kit.formats import E2M1, E4M3, E8M0, NVFP4, ElementFormat
+from fp4kit.layouts import GGUF_BLOCKS
 from fp4kit.recipes import Recipe
-from fp4kit.storage.safetensors_file import nbytes_of
+from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
@@ -55,7 +66,12 @@ class OutputTensor:
 
 @dataclass(frozen=True)
 class Container:
-    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of its name."""
+    """One stored form. block: rows and columns under one scale; scale None: float32 scales. suffixes: part -> end of its name.
+
+    tensor_scale_unit: the stored number is the tensor scale times this. is_exact: with scales of another shape, or without a
+    tensor scale, a layer is of another form. in_blocks: codes and scales are one tensor, of blocks that hold both; its shape is
+    the layer's.
+    """
 
     name: str
     format: str  # what --format calls it; "" for forms that are only read
@@ -68,7 +84,10 @@ class Container:
     scales_dtype: str
     tensor_scale_shape: tuple[int, ...] = ()
     divides: bool = False
-    stack: str = ""  # how experts lie: each a layer of its own; "blocks": [E, N, K/32, 16]; "columns": [E, K/2, N]
+    stack: str = ""  # of experts: apart; "rows": [E, N, K/8]; "blocks": [E, N, K/32, 16]; "columns": [E, K/2, N]
+    tensor_scale_unit: float = 1.0
+    is_exact: bool = False
+    in_blocks: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -85,6 +104,23 @@ class Container:
         return self.block[1]
 
     @property
+    def row_multiple(self) -> int:
+        """Elements of which a row must be a multiple."""
+        if self.in_blocks:
+            return GGUF_BLOCKS[self.kind].elements
+        return max(self.group_size, self._unit_bits // self.element.bits)
+
+    @property
+    def _unit_bits(self) -> int:
+        """Bits of one element of the tensor of codes."""
+        return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
+
+    @property
+    def needed(self) -> set[str]:
+        """Parts that every layer has, but for the tensor scale."""
+        return {CODES} if self.in_blocks else {CODES, SCALES}
+
+    @property
     def keeps_stacks(self) -> bool:
         """Whether the experts of a stack are one layer."""
         return bool(self.stack)
@@ -94,20 +130,29 @@ class Container:
         """Whether a float32 scale of the whole layer is stored."""
         return TENSOR_SCALE in self.suffixes
 
+    @property
+    def direction(self) -> tuple[bool, float]:
+        """What a stored tensor scale means."""
+        return self.divides, self.tensor_scale_unit
+
+    def multiplier(self, stored: np.float32) -> np.float32:
+        """What multiplies on decode, of a stored tensor scale: one division, rounded to float32."""
+        with np.errstate(all="ignore"):
+            return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
+
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
         """Part -> dtype and shape, for a layer of shape [..., N, K]."""
         *lead, rows, columns = shape
         height, width = self.block
-        codes = (*lead, rows, columns * self.element.bits // 8)
+        codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
         scales = (*lead, -(-rows // height), -(-columns // width))
         if self.stack == "blocks":
             codes = (*lead, rows, columns // width, width * self.element.bits // 8)
         elif self.stack == "columns":
             codes, scales = ((*lead, part[-1], part[-2]) for part in (codes, scales))
-        found: dict[str, Spec] = {
-            CODES: (self.codes_dtype, codes),
-            SCALES: (self.scales_dtype, scales),
-        }
+        found: dict[str, Spec] = {CODES: (self.codes_dtype, codes)}
+        if not self.in_blocks:
+            found[SCALES] = (self.scales_dtype, scales)
         if self.has_tensor_scale:
             found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
         if has_input_scale:
@@ -131,12 +176,12 @@ class Container:
             codes = (*codes[:-2], codes[-2] * codes[-1])
         if len(codes) not in (2, 3) or 0 in codes:
             return None
-        shape = (*codes[:-1], codes[-1] * 8 // self.element.bits)
+        shape = (*codes[:-1], codes[-1] * self._unit_bits // self.element.bits)
         return shape if self.block[0] > 1 or shape[-1] % self.block[1] == 0 else None
 
     def module_of(self, name: str) -> str | None:
-        """The layer whose scales a tensor of this name is, or None."""
-        suffix = self.suffixes[SCALES]
+        """The layer whose scales, or blocks, a tensor of this name is, or None."""
+        suffix = self.suffixes[CODES if self.in_blocks else SCALES]
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
 
     def stores(self, recipe: Recipe) -> bool:
@@ -206,9 +251,35 @@ FP8_POWERS = Container(
     "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
 )
 
+
+
+def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
+    suffixes = {CODES: ".weight", SCALES: ".scales"}
+    return Container(f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True)
+
+
+def _gguf(kind: str, scale: ElementFormat) -> Container:
+    block, dtype = GGUF_BLOCKS[kind], kind.upper()
+    suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
+    return Container(
+        f"gguf {dtype}", "gguf", kind, E2M1, scale, (1, block.group), suffixes, dtype, "U8", (1,), stack="rows", in_blocks=True
+    )
+
+
+MLX_MXFP4, MLX_NVFP4, MLX_MXFP8 = _mlx("mxfp4", E2M1, E8M0, 32), _mlx("nvfp4", E2M1, E4M3, 16), _mlx("mxfp8", E4M3, E8M0, 32)
+MLX_GLOBAL = replace(
+    MLX_NVFP4, name="mlx nvfp4 global", suffixes={**MLX_NVFP4.suffixes, TENSOR_SCALE: ".global_scale"},
+    tensor_scale_unit=NVFP4.max,
+)  # fmt: skip
+GGUF_MXFP4, GGUF_NVFP4 = _gguf("mxfp4", E8M0), _gguf("nvfp4", E4M3)
+GGUF_SCALED = replace(
+    GGUF_NVFP4, name="gguf NVFP4 scaled", suffixes={**GGUF_NVFP4.suffixes, TENSOR_SCALE: ".scale"}, is_exact=True
+)
+
 CONTAINERS = (
     MODELOPT_NVFP4, MODELOPT_MXFP4, MODELOPT_MXFP8, CT_NVFP4, CT_MXFP4, CT_MXFP8, SGLANG_MXFP8, GPT_OSS, DEEPSEEK_V4,
-    DEEPSEEK_V4_NVFP4, MODELOPT_STACKS, FP8_BLOCKS, FP8_POWERS,
+    DEEPSEEK_V4_NVFP4, MODELOPT_STACKS, FP8_BLOCKS, FP8_POWERS, MLX_MXFP4, MLX_GLOBAL, MLX_NVFP4, MLX_MXFP8, GGUF_MXFP4,
+    GGUF_SCALED, GGUF_NVFP4,
 )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ class Container:
 def _declared() -> dict[str, Container]:
     """Of the forms that --format knows; NVFP4 of Model-Optimizer is declared in two ways, by whether activations have scales."""
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
-    ids += [(container_id(form, True), form) for form in STORED if form.format]
+    ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
     found = {id: Container(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids}
     return found | {"bf16": Container("bf16", "bf16", None)}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.formats.container import CODES, SCALES
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, Slab, slabs
+from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E8M0
 
@@ -39,5 +39,4 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
         assert slab.codes is not None and slab.scales is not None
         codes = _exponent_codes(slab.scales).astype(np.uint8)
         rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]
-        output.put(CODES, slab.codes)
-        output.put(SCALES, np.repeat(rows, width // wide, axis=1)[:, : columns // wide])
+        put_rows(job, output, slab.codes, np.repeat(rows, width // wide, axis=1)[:, : columns // wide])

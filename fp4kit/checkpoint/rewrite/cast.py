@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.formats.container import CODES, SCALES
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, Slab, slabs
+from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.rewrite.scalars import put_scalars, usable_tensor_scale
 from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E2M1, E4M3, E8M0
@@ -60,7 +60,6 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
     """Write the codes as they are, and the scales."""
     for slab in slabs(readers, job.weight, job.expert, job.span):
-        output.put(CODES, slab.codes)
-        output.put(SCALES, block_scales(job.weight, slab, high))
+        put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)
     put_scalars(job, output, np.float32(scale))

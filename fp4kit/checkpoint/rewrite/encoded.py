@@ -7,9 +7,10 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
-from fp4kit.checkpoint.formats.container import CODES, SCALES, Container
+from fp4kit.checkpoint.formats.container import Container
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
+from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
 from fp4kit.interop import cupy
 from fp4kit.ops.quantize import quantize
@@ -30,8 +31,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> int:
             replaced += count
         q = _quantized(x, job, tensor_amax)
         _check_scales(job, q)
-        output.put(CODES, q.packed)
-        output.put(SCALES, q.block_scale)
+        put_rows(job, output, q.packed, q.block_scale)
     if q is not None and q.tensor_scale is not None:
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced
@@ -56,7 +56,13 @@ def of_zeros(q: Quantized) -> Quantized:
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere."""
+    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere.
+
+    The amax itself, as MLX stores it, where that is the recipe's tensor scale up to a rounding.
+    """
+    if form.tensor_scale_unit != 1 and amax > 0:
+        made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
+        return np.float32(amax) if abs(form.multiplier(np.float32(amax)) - made) <= np.spacing(made) else None
     if not form.divides or recipe.tensor_rule != "compressed_tensors" or amax == 0:
         return None
     return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
@@ -76,7 +82,7 @@ def _check_scales(job: Job, q: Quantized) -> None:
     """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
     assert q.recipe.scale is not None and q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
-    if bad and job.nonfinite != "keep":
+    if bad and (job.nonfinite != "keep" or job.container.in_blocks):  # llama.cpp reads them as numbers
         raise CheckpointError(
             f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than {q.recipe.id}"
         )

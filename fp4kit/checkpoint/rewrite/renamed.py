@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES
+from fp4kit.checkpoint.formats.container import INPUT_SCALE
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, scalar_of, slabs
+from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.rewrite.scalars import put_given_input_scale, put_input_scale, put_tensor_scale
 from fp4kit.checkpoint.weights import TENSOR_SCALE
 
@@ -16,15 +17,13 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     have = job.weight.container
     assert have is not None
     for slab in slabs(readers, job.weight, job.expert, job.span):
-        output.put(CODES, slab.codes)
-        output.put(SCALES, slab.scales)
+        put_rows(job, output, slab.codes, slab.scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
             stored = scalar_of(readers, job.weight, part, job.expert)
-            if have.divides == job.container.divides:
+            if have.direction == job.container.direction:
                 output.put(part, np.array([stored], np.float32))
             else:
-                with np.errstate(all="ignore"):
-                    put(job, output, np.float32(1) / stored if have.divides else stored)
+                put(job, output, have.multiplier(stored))
         elif output.has(part):
             put_given_input_scale(job, output)

@@ -17,18 +17,20 @@ def usable_tensor_scale(scale: Any) -> bool:
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
-def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, divisor: np.float32 | None = None) -> None:
+def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, known: np.float32 | None = None) -> None:
     """Write the tensor scale, which multiplies on decode, and the input scale, where the container has them."""
     if tensor_scale is not None:
-        put_tensor_scale(job, output, tensor_scale, divisor)
+        put_tensor_scale(job, output, tensor_scale, known)
     if output.has(INPUT_SCALE):
         put_given_input_scale(job, output)
 
 
-def put_tensor_scale(job: Job, output: Sink, scale: np.float32, divisor: np.float32 | None = None) -> None:
-    """Write a tensor scale; divisor: its reciprocal as the producer has it, where that is not 1 / scale rounded."""
+def put_tensor_scale(job: Job, output: Sink, scale: np.float32, known: np.float32 | None = None) -> None:
+    """Write a tensor scale; known: what is stored, as the producer has it, where that is not what follows from the scale."""
+    form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # refused below
-        stored = scale if not job.container.divides else divisor if divisor is not None else np.float32(1) / scale
+        made = np.float32(1) / scale if form.divides else scale * np.float32(form.tensor_scale_unit)
+    stored = made if known is None else known
     if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
         raise CheckpointError(
             f"{shown(job.name)}: tensor scale {scale}, not a positive normal float32; "

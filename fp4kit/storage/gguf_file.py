@@ -1,0 +1,238 @@
+"""One GGUF file: its header, read as strictly as llama.cpp reads it, and where the bytes of each tensor are.
+
+    "GGUF" | version u32 | tensors u64 | keys u64 | keys ... | tensors ... | zeros up to the alignment | data
+    a key:     name str | type u32 | value; an array is: type u32 | count u64 | values; a str: bytes u64 | UTF-8
+    a tensor:  name str | axes u32 | lengths u64 each, the contiguous axis first | type u32 | offset in data u64
+
+All numbers are little-endian. No count is believed beyond the bytes that the file has, so that a hostile one costs nothing; the
+gguf package's reader goes on for hours over a count of 2^60 (0.19.0). Source: llama.cpp 0c1e57098, ggml/src/gguf.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.ggml_types import GGML_TYPES, ggml_nbytes
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = ("general.alignment", 32)
+STRING, ARRAY = 8, 9  # numbers of types of values
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_NAMES = {
+    0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32", 7: "bool", 8: "string",
+    10: "uint64", 11: "int64", 12: "float64",
+}  # fmt: skip
+_MOST_AXES, _LONG = 4, 4096  # bytes of a string that is shown as it is
+_CHUNK = 1 << 20
+
+
+class Field(NamedTuple):
+    """A key of the header, and where all of it is in the file: [start, end)."""
+
+    key: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GgufFile(SafetensorsFile):
+    """A GGUF file whose header has been checked. entries: dtypes are names of GGML_TYPES, shapes as NumPy has them.
+
+    metadata: each key's value as text; of arrays their type, length and a digest. data_start: of the tensors' bytes.
+    """
+
+    version: int = 3
+    alignment: int = _ALIGNMENT[1]
+    data_start: int = 0
+    fields: tuple[Field, ...] = ()
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or is called one."""
+    if path.is_dir():
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        with path.open("rb") as stream:
+            return stream.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
+    """Return the checked header of a GGUF or safetensors file."""
+    return read_gguf(path, name) if is_gguf(path) else read_header(path, name)
+
+
+def read_gguf(path: Path, name: str | None = None) -> GgufFile:
+    """Return the checked header of the GGUF file at ``path``. Raises CheckpointError for what llama.cpp would refuse, too."""
+    name = name or path.name
+    if not path.exists():
+        raise CheckpointError(f"{shown(str(path))}: does not exist; a GGUF file is needed")
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{shown(name)}: not a regular file; a GGUF file is needed")
+    with path.open("rb") as stream:
+        return _Reader(stream, path, name).file()
+
+
+class _Reader:
+    """A header that is read from its beginning to its end."""
+
+    def __init__(self, stream: BinaryIO, path: Path, name: str) -> None:
+        self._stream, self._path, self._name = stream, path, name
+        self._size = os.fstat(stream.fileno()).st_size
+        self._at = 0
+
+    def file(self) -> GgufFile:
+        """All of it."""
+        version, tensors, keys = self._preamble()
+        fields: list[Field] = []
+        values: dict[str, str] = {}
+        alignment = _ALIGNMENT[1]
+        for _ in range(keys):
+            start = self._at
+            key = self._text("a key")
+            kind = self._number("<I")
+            value, text = self._value(kind, key)
+            if key in values:
+                raise self._unusable(f"the key {shown(key)!r} stands twice")
+            if key == _ALIGNMENT[0]:
+                alignment = self._alignment(kind, value)
+            values[key] = text
+            fields.append(Field(key, start, self._at))
+        infos = [self._info() for _ in range(tensors)]
+        data_start = -(-self._at // alignment) * alignment
+        entries = self._entries(infos, data_start, alignment)
+        return GgufFile(self._path, self._name, self._size, entries, values, version, alignment, data_start, tuple(fields))
+
+    def _preamble(self) -> tuple[int, int, int]:
+        if self._take(len(MAGIC)) != MAGIC:
+            raise self._unusable("it does not begin with GGUF")
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            said = "it is big-endian" if swapped else f"it is of version {version}"
+            raise self._unusable(f"{said}; little-endian files of version 2 or 3 are read")
+        tensors, keys = self._number("<Q"), self._number("<Q")
+        self._check_count(tensors, 24, "tensors")
+        self._check_count(keys, 13, "keys")
+        return version, tensors, keys
+
+    def _unusable(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{shown(self._name)}: not a usable GGUF file: {why}; download or copy it again")
+
+    def _check_count(self, count: int, least: int, what: str) -> None:
+        """Raise for more items than the rest of the file has room for."""
+        if count * least > self._size - self._at:
+            raise self._unusable(f"it says that it has {count} {what}, and ends before")
+
+    def _take(self, count: int) -> bytes:
+        if count > self._size - self._at:
+            raise self._unusable("it ends inside its header")
+        data = self._stream.read(count)
+        self._at += count
+        if len(data) != count:
+            raise self._unusable("it was truncated while it was read")
+        return data
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+
+    def _text(self, what: str) -> str:
+        length = self._number("<Q")
+        if length > 65535:
+            raise self._unusable(f"{what} has a name of {length} bytes")
+        try:
+            return self._take(length).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self._unusable(f"{what} has a name that is not UTF-8") from None
+
+    def _value(self, kind: int, key: str) -> tuple[Any, str]:
+        """A value, None of arrays and strings, and its text."""
+        if kind in _SCALARS:
+            value = self._number(_SCALARS[kind])
+            return value, str(value)
+        if kind == STRING:
+            return None, self._string()
+        if kind != ARRAY:
+            raise self._unusable(f"{shown(key)} is of type {kind}, which there is not")
+        item, count = self._number("<I"), self._number("<Q")
+        if item not in _NAMES:
+            raise self._unusable(f"{shown(key)} is an array of type {item}, which there is not")
+        return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
+
+    def _string(self) -> str:
+        """A string; a long one by its digest."""
+        length = self._number("<Q")
+        if length <= _LONG:
+            return self._take(length).decode("utf-8", "backslashreplace")
+        return f"string of {length} bytes sha256 {self._digest(length)}"
+
+    def _array(self, item: int, count: int, key: str) -> str:
+        """The digest of an array."""
+        size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
+        self._check_count(count, size, f"entries of {shown(key)}")
+        if item != STRING:
+            return self._digest(count * size)
+        found = hashlib.sha256()
+        for _ in range(count):
+            length = self._take(8)
+            found.update(length + self._take(int.from_bytes(length, "little")))
+        return found.hexdigest()[:16]
+
+    def _digest(self, count: int) -> str:
+        if count > self._size - self._at:
+            raise self._unusable("it ends inside its header")
+        found = hashlib.sha256()
+        while count:
+            piece = min(count, _CHUNK)
+            found.update(self._take(piece))
+            count -= piece
+        return found.hexdigest()[:16]
+
+    def _alignment(self, kind: int, value: Any) -> int:
+        if kind != 4 or value < 1 or value & (value - 1):
+            raise self._unusable(f"{_ALIGNMENT[0]} is {value}; a power of two, of type uint32, is needed")
+        return int(value)
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of a tensor."""
+        name = self._text("a tensor")
+        axes = self._number("<I")
+        if axes > _MOST_AXES:
+            raise self._unusable(f"{shown(name)} has {axes} axes; at most {_MOST_AXES} can be")
+        shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
+        return name, shape, self._number("<I"), self._number("<Q")
+
+    def _entries(self, infos: list[tuple[str, tuple[int, ...], int, int]], start: int, alignment: int) -> tuple[TensorEntry, ...]:
+        """The tensors, in the order of their bytes, which follow each other without a hole."""
+        found: dict[str, TensorEntry] = {}
+        end = 0
+        for name, shape, number, offset in infos:
+            if number not in GGML_TYPES:
+                raise self._unusable(f"{shown(name)} is of type {number}, which is not known")
+            kind = GGML_TYPES[number]
+            if (1, *shape)[-1] % kind.elements:
+                row = (1, *shape)[-1]
+                raise self._unusable(f"{shown(name)} has rows of {row}; blocks of {kind.name} have {kind.elements} elements")
+            if name in found:
+                raise self._unusable(f"it has two tensors {shown(name)!r}")
+            if offset != -(-end // alignment) * alignment:
+                raise self._unusable(f"{shown(name)} begins at {offset}, not where the tensor before it ends")
+            end = offset + ggml_nbytes(kind, shape)
+            if start + end > self._size:
+                raise self._unusable(f"it ends inside {shown(name)}: truncated")
+            found[name] = TensorEntry(name, kind.name, shape, start + offset, end - offset)
+        return tuple(found.values())

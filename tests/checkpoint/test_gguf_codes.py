@@ -1,0 +1,200 @@
+"""convert --codes: codes of a quantized directory in a GGUF file, and the other way round, byte for byte; or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+import synthetic
+from gguf_files import EXPERTS
+from synthetic import refused
+
+from fp4kit.checkpoint import ConversionReport, Wishes, convert, make_plan
+from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint.reading import Readers
+from fp4kit.cli import main
+from fp4kit.layouts import pack_gguf
+from fp4kit.storage.gguf_file import read_gguf
+
+pytest.importorskip("gguf")
+_NAMES = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
+_NAMES = {name: f"self_attn.{letter}_proj" for name, letter in _NAMES.items()}
+_NAMES |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def directory(
+    root: Path, tensors: dict[str, np.ndarray], recipe: str = "nvfp4-te", format: str = "modelopt", **options: Any
+) -> None:
+    """The model of gguf_files under Hugging Face's names, experts one by one, quantized."""
+    found: dict[str, np.ndarray] = {}
+    for name, x in tensors.items():
+        parts = name.split(".")
+        leaf = parts[2].removesuffix("_exps") if parts[0] == "blk" else ""
+        if leaf not in _NAMES:
+            continue
+        prefix = f"model.layers.{parts[1]}.{_NAMES[leaf]}"
+        if x.ndim == 2:
+            found[f"{prefix}.weight"] = x
+        else:
+            found |= {f"{prefix.replace('mlp.', f'mlp.experts.{e}.')}.weight": part for e, part in enumerate(x)}
+    config: dict[str, object] = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": EXPERTS}
+    synthetic.write_model(root.with_name("plain"), config, found)
+    convert(root.with_name("plain"), root, recipe, format=format, **options)
+
+
+def taken(source: Path, codes: Path, **options: Any) -> ConversionReport:
+    return convert(source, source.with_name("out.gguf"), codes=codes, **options)
+
+
+def stored(root: Path) -> dict[str, np.ndarray]:
+    with Readers() as readers:
+        return {name: readers.of(file).read(entry) for name, (file, entry) in open_checkpoint(root).tensors.items()}
+
+
+CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".weight_packed", ".weight_global_scale")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")]
+)
+def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
+    """Of every layer that it has and the file can hold; tensor scales that divide are inverted; all else stays."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors, recipe, format)
+    report = taken(tmp_path / "m.gguf", tmp_path / "q", recipe=recipe)
+    parts, out, kind = stored(tmp_path / "q"), stored_scalars(tmp_path / "out.gguf"), recipe.partition("-")[0]
+    assert set(report.actions) == {"rename", "copy"}
+    seen = 0
+    for entry in read_gguf(tmp_path / "out.gguf").entries:
+        raw = out_bytes(tmp_path / "out.gguf", entry.name)
+        if entry.dtype != kind.upper():
+            assert entry.name.endswith(".scale") or raw == tensors[entry.name].tobytes()
+            continue
+        _, layer, leaf, _ = entry.name.split(".")
+        prefix = f"model.layers.{layer}.{_NAMES[leaf.removesuffix('_exps')]}"
+        stack = leaf.endswith("_exps")
+        modules = [prefix.replace("mlp.", f"mlp.experts.{e}.") for e in range(EXPERTS)] if stack else [prefix]
+        weight, scale = CODES[format]
+        blocks = [pack_gguf(parts[module + weight], parts[f"{module}.weight_scale"], kind) for module in modules]
+        assert raw == b"".join(block.tobytes() for block in blocks)
+        if kind == "nvfp4":
+            factors = np.float32([parts[module + scale].reshape(()) for module in modules])
+            factors = np.float32(1) / factors if format == "compressed-tensors" else factors
+            assert out[entry.name.replace("weight", "scale")].tobytes() == factors.tobytes()
+        seen += 1
+    assert seen == (14 if kind == "mxfp4" else 13)
+    found = compare_checkpoints(tmp_path / "m.gguf", tmp_path / "out.gguf").layers
+    assert len(found) == 11 + EXPERTS * (seen - 11) and all(layer.sqnr_db > 15 for layer in found)
+
+
+def out_bytes(path: Path, name: str) -> bytes:
+    entry = next(one for one in read_gguf(path).entries if one.name == name)
+    return path.read_bytes()[entry.start : entry.start + entry.nbytes]
+
+
+@pytest.mark.parametrize("format", CODES)
+def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
+    """Those that divide are inverted."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
+    taken(tmp_path / "m.gguf", tmp_path / "q")
+    out = stored_scalars(tmp_path / "out.gguf")
+    assert out["blk.0.attn_q.input_scale"].tolist() == [0.5] and out["blk.1.ffn_up_exps.input_scale"].tolist() == [0.5] * EXPERTS
+
+
+def stored_scalars(path: Path) -> dict[str, np.ndarray]:
+    with Readers() as readers:
+        tensors = open_checkpoint(path).tensors
+        return {name: readers.of(file).read(entry) for name, (file, entry) in tensors.items() if entry.dtype == "F32"}
+
+
+def test_what_the_directory_has_not_quantized_stays(tmp_path: Path) -> None:
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors, wishes=Wishes(keep=("*.o_proj", "*.experts.2.*")))
+    plan = make_plan(tmp_path / "m.gguf", codes=tmp_path / "q")
+    reasons = {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
+    for name in ("blk.0.attn_output.weight", "blk.1.ffn_up_exps.weight"):  # a stack is taken whole
+        assert reasons[name] == "--codes has none of it"
+    assert reasons["blk.1.ffn_gate_inp.weight"] == "MoE router" and len(plan.converted) == 9
+
+
+def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
+    """As the recipe says, which is NVFP4's by default."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
+    report = taken(tmp_path / "m.gguf", tmp_path / "q")
+    assert report.actions["cast"] == 11 + 2 * EXPERTS and not report.inexact
+    taken_again = convert(tmp_path / "m.gguf", tmp_path / "mx.gguf", "mxfp4-ocp", codes=tmp_path / "q")
+    assert taken_again.actions["rename"] == 11 + 3 * EXPERTS
+    for layer in compare_checkpoints(tmp_path / "mx.gguf", tmp_path / "out.gguf").layers:
+        assert "down_exps" in layer.name or layer.sqnr_db == np.inf
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
+)
+def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_path: Path) -> None:
+    """And gives them back: the file that is made of it has the same bytes."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "unused", tensors)
+    convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
+    wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
+    report = convert(tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes)
+    experts = 0 if format == "mlx" else EXPERTS * (3 if recipe == "mxfp4-ocp" else 2)
+    assert report.actions["rename"] == 11 + experts and set(report.actions) <= {"rename", "copy"}
+    if format == "mlx":
+        return
+    convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+def permuted(x: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's converter."""
+    return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+
+
+def test_rows_that_are_permuted_are_refused_by_name(tmp_path: Path) -> None:
+    tensors = gguf_files.model()
+    directory(tmp_path / "q", tensors)
+    tensors["blk.1.attn_q.weight"] = permuted(tensors["blk.1.attn_q.weight"], 4)
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
+    with refused("blk.1.attn_q.weight: is not what model.layers.1.self_attn.q_proj decodes to (SQNR -"):
+        taken(tmp_path / "m.gguf", tmp_path / "q")
+    taken(tmp_path / "m.gguf", tmp_path / "q", wishes=Wishes(keep=("blk.*.attn_q",)))
+    assert not (tmp_path / ".out.gguf.partial").exists() and (tmp_path / "out.gguf").exists()
+
+
+def test_experts_that_are_exchanged_are_refused(tmp_path: Path) -> None:
+    tensors = gguf_files.model()
+    directory(tmp_path / "q", tensors)
+    tensors["blk.1.ffn_up_exps.weight"] = tensors["blk.1.ffn_up_exps.weight"][::-1]
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
+    with refused("blk.1.ffn_up_exps.weight: is not what model.layers.1.mlp.experts.0.up_proj decodes to"):
+        taken(tmp_path / "m.gguf", tmp_path / "q")
+
+
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors)
+    with refused("none of its quantized layers (none in MXFP4 or NVFP4) is in"):
+        taken(tmp_path / "m.gguf", tmp_path / "plain")
+    with refused("--codes: a GGUF file takes those of a model directory, or the other way round; these are of one kind"):
+        convert(tmp_path / "plain", tmp_path / "out", codes=tmp_path / "q")
+    gguf_files.write_model(tmp_path / "x.gguf", **{"general.architecture": "none"})
+    with refused("--codes: the gguf package does not know the architecture 'none'; update it"):
+        taken(tmp_path / "x.gguf", tmp_path / "q")
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with refused('--codes: names of layers need the gguf package; pip install "fp4kit[gguf]"'):
+        taken(tmp_path / "m.gguf", tmp_path / "q")
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors)
+    arguments = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out.gguf"), "--codes", str(tmp_path / "q")]
+    assert main([*arguments, "--dry-run"]) == 0 and main(arguments) == 0
+    assert f"layers: {11 + 2 * EXPERTS} rename" in capsys.readouterr().out

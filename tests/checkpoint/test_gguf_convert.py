@@ -1,0 +1,314 @@
+"""GGUF files converted to GGUF files: bytes of codes, keys and tensors that stay, what is refused, how the file appears."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import ml_dtypes
+import numpy as np
+import pytest
+import synthetic
+from gguf_files import EXPERTS
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint import ConversionReport, Options, Wishes, convert, make_plan, staging
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.verify import verify
+from fp4kit.cli import main
+from fp4kit.layouts import pack_gguf
+from fp4kit.storage.gguf_file import GgufFile, read_gguf
+
+Tensors = dict[str, np.ndarray]
+RECIPES = ("mxfp4-ocp", "mxfp4-te", "nvfp4-te", "nvfp4-torchao-single", "nvfp4-te-4over6-mse-256")
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Name -> bytes of every tensor."""
+    whole = path.read_bytes()
+    return {entry.name: whole[entry.start : entry.start + entry.nbytes] for entry in read_gguf(path).entries}
+
+
+def wanted(name: str, x: np.ndarray, recipe: str) -> dict[str, bytes]:
+    """What a matrix or stack becomes, of fp4kit.quantize of each matrix."""
+    kind, module = recipe.partition("-")[0], name.removesuffix(".weight")
+    qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
+    found = {name: b"".join(pack_gguf(q.packed, q.block_scale, kind).tobytes() for q in qs)}
+    if qs[0].tensor_scale is not None:
+        found[f"{module}.scale"] = np.float32([q.tensor_scale for q in qs]).tobytes()
+    return found
+
+
+def is_converted(name: str, x: np.ndarray, multiple: int) -> bool:
+    return x.ndim > 1 and name.startswith("blk") and "gate_inp" not in name and x.shape[-1] % multiple == 0
+
+
+def expected(tensors: Tensors, recipe: str) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for name, x in tensors.items():
+        take = is_converted(name, x, 32 if recipe.startswith("mxfp4") else 64)
+        found |= wanted(name, x, recipe) if take else {name: x.tobytes()}
+    return found
+
+
+def run(source: Path, **options: Any) -> ConversionReport:
+    return convert(source, source.with_name("out.gguf"), **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
+    """Of every matrix, stacks expert by expert; all else stays, in its order; keys byte for byte, and two more."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    report = run(tmp_path / "m.gguf", recipe=recipe)
+    found, file, source = content(tmp_path / "out.gguf"), read_gguf(tmp_path / "out.gguf"), read_gguf(tmp_path / "m.gguf")
+    assert found == expected(tensors, recipe)
+    assert [name for name in found if name in tensors] == list(tensors)
+    assert keys(file)[:-2] == keys(source) and list(file.metadata)[-2:] == ["fp4kit.recipe", "fp4kit.version"]
+    assert file.metadata["fp4kit.recipe"] == recipe and (file.size - file.data_start) % 32 == 0
+    multiple = 32 if recipe.startswith("mxfp4") else 64
+    count = sum(is_converted(name, x, multiple) for name, x in tensors.items())
+    assert len(report.plan.converted) == count and report.plan.bytes_out == sum(map(len, found.values()))
+    warning = "blk.1.ffn_down_exps: K = 96 is not a multiple of 64; it stays BF16"
+    assert list(report.plan.warnings) == ([] if multiple == 32 else [warning])
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf", "out.gguf"]
+
+
+def keys(file: GgufFile) -> list[bytes]:
+    whole = file.path.read_bytes()
+    return [whole[field.start : field.end] for field in file.fields]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
+def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
+    """With the recipe that the file records."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    run(tmp_path / "m.gguf", recipe=recipe)
+    report = verify(tmp_path / "out.gguf", tmp_path / "m.gguf")
+    assert report.clean and report.recipe == recipe and not report.issues and report.manifest == "none"
+    assert all(layer.compared and not layer.differing for layer in report.layers)
+    assert recipe in identify_checkpoint(tmp_path / "out.gguf", tmp_path / "m.gguf").recipes
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
+def test_gguf_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
+    """gguf's own reader and decoder, in every bit but the sign of zeros, which gguf drops. It leaves the tensor scale out."""
+    gguf = pytest.importorskip("gguf")
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    run(tmp_path / "m.gguf", recipe=recipe)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == ["a", "bé", ""]
+    read = {tensor.name: tensor for tensor in reader.tensors}
+    assert {name: read[name].data.tobytes() for name in read} == content(tmp_path / "out.gguf")
+    count = 0
+    for name, tensor in read.items():
+        if tensor.tensor_type.name not in ("MXFP4", "NVFP4"):
+            continue
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(-1, *tensors[name].shape[-2:])
+        for found, x in zip(values, tensors[name].reshape(values.shape), strict=True):
+            q = fp4kit.quantize(x, recipe)
+            if q.tensor_scale is not None:
+                q = replace(q, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
+            assert (found + 0).tobytes() == (fp4kit.dequantize(q, np.float32) + 0).tobytes()
+            count += 1
+    assert count == 11 + EXPERTS * (3 if recipe.startswith("mxfp4") else 2)
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+def test_other_numbers(dtype: str, tmp_path: Path) -> None:
+    tensors = gguf_files.write_model(tmp_path / "m.gguf", np.dtype(dtype))
+    run(tmp_path / "m.gguf", recipe="nvfp4-te")
+    assert content(tmp_path / "out.gguf") == expected(tensors, "nvfp4-te")
+
+
+def test_q8_0_on_request(tmp_path: Path) -> None:
+    """It stays what it is without --requantize; with it, its numbers are quantized."""
+    tensors = gguf_files.model(np.dtype("f4"))
+    odd = {name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()}
+    gguf_files.write(tmp_path / "m.gguf", odd)
+    with refused("(is Q8_0, quantized already; --requantize gives it other codes)"):
+        make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
+    run(tmp_path / "m.gguf", recipe="mxfp4-ocp", requantize=True)
+    numbers = {name: gguf_files.q8_0_values(info) if info[0] == 8 else tensors[name] for name, info in odd.items()}
+    assert content(tmp_path / "out.gguf") == expected(numbers, "mxfp4-ocp")
+
+
+def test_blocks_again(tmp_path: Path) -> None:
+    """Of MXFP4: kept, as NVFP4 without a loss, and as numbers; of NVFP4: other codes only on request."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "a.gguf", "mxfp4-ocp")
+    convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "mxfp4-te")
+    assert content(tmp_path / "b.gguf") == content(tmp_path / "a.gguf")
+    assert read_gguf(tmp_path / "b.gguf").metadata["fp4kit.recipe"] == "mxfp4-te"
+    report = convert(tmp_path / "a.gguf", tmp_path / "c.gguf", "nvfp4-te")
+    assert report.actions["cast"] == 11 + 2 * EXPERTS and not report.inexact
+    convert(tmp_path / "c.gguf", tmp_path / "d.gguf", format="bf16")
+    found = content(tmp_path / "d.gguf")
+    for name, x in tensors.items():
+        values = np.frombuffer(found[name], x.dtype).reshape(x.shape)
+        if is_converted(name, x, 64):
+            q = [fp4kit.quantize(part, "mxfp4-ocp") for part in (x if x.ndim == 3 else x[None])]
+            x = np.stack([fp4kit.dequantize(one, np.float32) for one in q]).reshape(x.shape).astype(x.dtype)
+        if "down_exps" not in name:
+            assert (values + x.dtype.type(0)).tobytes() == (x + x.dtype.type(0)).tobytes(), name
+    with refused("is gguf NVFP4 scaled already, and gguf MXFP4 would have other values; say --requantize"):
+        make_plan(tmp_path / "c.gguf", "mxfp4-ocp")
+
+
+def test_which_matrices(tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+
+    def named(**wishes: Any) -> set[str]:
+        plan = make_plan(tmp_path / "m.gguf", "mxfp4-ocp", wishes=Wishes(**wishes))
+        return {tensor.name.removeprefix("blk.").removesuffix(".weight") for tensor in plan.converted}
+
+    experts = {f"1.ffn_{part}_exps" for part in ("gate", "up", "down")}
+    dense = {f"0.ffn_{part}" for part in ("gate", "up", "down")}
+    attention = {f"{i}.attn_{part}" for i in range(2) for part in ("q", "k", "v", "output")}
+    assert named() == experts | dense | attention
+    assert named(preset="experts") == experts and named(preset="mlp") == experts | dense
+    assert named(keep=("blk.*.attn_*",)) == experts | dense and named(only=("*_exps",)) == experts
+    assert named(keep_first=1) == experts | {name for name in attention if name[0] == "1"}
+    reasons = {tensor.name: tensor.reason for tensor in make_plan(tmp_path / "m.gguf", "mxfp4-ocp").tensors}
+    assert reasons["token_embd.weight"] == "embedding (token_embd)" and reasons["output.weight"] == "output head (output)"
+    assert reasons["blk.1.ffn_gate_inp.weight"] == "MoE router" and reasons["output_norm.weight"] == "1-D: a norm or a bias"
+    with refused("--only 'output': all that it names is left out: output (output head (output))"):
+        make_plan(tmp_path / "m.gguf", "mxfp4-ocp", wishes=Wishes(only=("output",)))
+    with refused("all that it names is left out: blk.1.ffn_down_exps (K = 96 is not a multiple of 64)"):
+        make_plan(tmp_path / "m.gguf", "nvfp4-te", wishes=Wishes(only=("blk.1.ffn_down_exps",)))
+
+
+def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
+    x = gguf_files.plain(synthetic.random("x", (64, 128)))
+    names = ("attn_q", "ssm_conv1d", "time_mix_w1", "attn_q_norm", "indexer.k_proj", "altup_proj", "attn_rel_b", "ffn_up_shexp")
+    wide = gguf_files.plain(synthetic.random("x", (2, 64, 128)))  # of MLA, no stack of experts
+    tensors = {**{f"blk.0.{name}.weight": x for name in names}, "blk.0.attn_k_b.weight": wide}
+    tensors["blk.0.attn_v.weight"] = 12, np.zeros(288, np.uint8), (2, 256)  # Q4_K
+    gguf_files.write(tmp_path / "m.gguf", tensors)
+    plan = make_plan(tmp_path / "m.gguf", "mxfp4-ocp")
+    assert {tensor.name for tensor in plan.converted} == {"blk.0.attn_q.weight", "blk.0.ffn_up_shexp.weight"}
+
+
+SCALED = {
+    "blk.0.attn_kv_b": ({}, (), "it does not know the .scale beside it, and refuses the file"),
+    "blk.0.attn_q": ({"general.architecture": "qwen2"}, (), "in models of qwen2 it passes over .scale, so that values are wrong"),
+    "blk.0.ffn_up": ({}, ("blk.0.ffn_up.bias",), "it stops where a feed-forward layer has a .bias beside its .scale"),
+}
+
+
+@pytest.mark.parametrize("module", SCALED)
+def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_path: Path) -> None:
+    """Before any work; recipes without one convert the same file."""
+    keys, more, text = SCALED[module]
+    x = synthetic.random("x", (64, 128))
+    tensors = {f"{module}.weight": gguf_files.plain(x), **{name: gguf_files.plain(x[0]) for name in more}}
+    gguf_files.write(tmp_path / "m.gguf", tensors, keys)
+    with refused(f"{module}: llama.cpp 0c1e57098: {text}; leave it out with --keep, or use a recipe without tensor scale: nv"):
+        run(tmp_path / "m.gguf", recipe="nvfp4-te")
+    for recipe in ("nvfp4-torchao-single", "mxfp4-ocp"):
+        convert(tmp_path / "m.gguf", tmp_path / f"{recipe}.gguf", recipe)
+        assert wanted(f"{module}.weight", x, recipe).items() <= content(tmp_path / f"{recipe}.gguf").items()
+    assert not (tmp_path / "out.gguf").exists()
+
+
+REFUSED = {
+    "format": ({"format": "modelopt"}, "format modelopt: a GGUF file becomes a GGUF file; leave --format out, or say bf16"),
+    "recipe": ({"recipe": "mxfp8-te"}, "recipe mxfp8-te: has no place in a GGUF file; use one of "),
+    "input scale": ({"input_scale": 1.0}, "input scale: llama.cpp reads none that is not calibrated; leave it out"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_requests_that_are_refused(case: str, tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    options, text = REFUSED[case]
+    with refused(text):
+        run(tmp_path / "m.gguf", **options)
+
+
+def test_sources_that_are_refused(tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf", **{"split.count": 3})
+    with refused("m.gguf: one of 3 files of a model; join them with llama-gguf-split --merge"):
+        run(tmp_path / "m.gguf")
+    gguf_files.write_model(tmp_path / "m.gguf", **{"general.architecture": "clip"})
+    with refused("m.gguf: a projector of images or sound, which is kept"):
+        run(tmp_path / "m.gguf")
+
+
+def test_names_that_are_refused(tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    with refused("out: a GGUF file becomes a GGUF file, whose name ends in .gguf"):
+        convert(tmp_path / "m.gguf", tmp_path / "out")
+    synthetic.bert(tmp_path / "model")
+    with refused("out.gguf: a model directory becomes a directory; convert_hf_to_gguf.py"):
+        convert(tmp_path / "model", tmp_path / "out.gguf")
+    with refused("m.gguf: exists; name a new directory, or remove it first"):
+        convert(tmp_path / "m.gguf", tmp_path / "m.gguf")
+
+
+def test_nan(tmp_path: Path) -> None:
+    tensors = gguf_files.model()
+    tensors["blk.0.attn_q.weight"][3, 5] = np.nan
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
+    with refused("blk.0.attn_q.weight: 1 of 16384 values are NaN or infinite"):
+        run(tmp_path / "m.gguf")
+    assert sorted(os.listdir(tmp_path)) == ["m.gguf"]
+    with refused("block scales are NaN"):  # which would be read as 2^128
+        run(tmp_path / "m.gguf", recipe="mxfp4-ocp", nonfinite="keep")
+
+
+def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file appears whole; until then it is in a directory of its own, which --resume takes up."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    jobs = import_module("fp4kit.checkpoint.jobs")
+    write, calls = jobs.write, []
+
+    def dying(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return write(*arguments)
+
+    monkeypatch.setattr(jobs, "write", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "m.gguf", options=Options(workers=1))
+    partial = staging.partial_of(tmp_path / "out.gguf")
+    assert sorted(os.listdir(partial)) == [".journal.jsonl", ".lock", "m.gguf"] and not (tmp_path / "out.gguf").exists()
+    with refused("left by an interrupted run; go on with --resume"):
+        run(tmp_path / "m.gguf")
+    monkeypatch.setattr(jobs, "write", write)
+    run(tmp_path / "m.gguf", options=Options(resume=True))
+    assert content(tmp_path / "out.gguf") == expected(tensors, "nvfp4-te") and not partial.exists()
+    assert staging.is_published(tmp_path / "out.gguf") and (tmp_path / "out.gguf").stat().st_mode & 0o100 == 0
+
+
+def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of 32 MiB is converted within a few slabs of memory."""
+    x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
+    gguf_files.write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)})
+    del x
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.reading"), "SLAB_BYTES", 1 << 20)
+    tracemalloc.start()
+    run(tmp_path / "m.gguf", options=Options(workers=1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    source, target = str(tmp_path / "m.gguf"), str(tmp_path / "out.gguf")
+    assert main(["convert", source, target, "--recipe", "nvfp4-te", "--dry-run"]) == 0
+    assert "disk: " in capsys.readouterr().out and not Path(target).exists()
+    assert main(["convert", source, target, "--recipe", "nvfp4-te"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {target} (gguf NVFP4 scaled): 13 tensors converted, 9 copied" in out
+    assert "warning: blk.1.ffn_down_exps: K = 96 is not a multiple of 64; it stays BF16" in out
+    for command in (["inspect", target], ["verify", target, "--source", source], ["identify", target, "--source", source]):
+        assert main(command) == 0
+    assert main(["compare", source, target]) == 1

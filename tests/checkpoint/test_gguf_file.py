@@ -1,0 +1,261 @@
+"""GGUF files read: every malformed one is refused in words, good ones are inspected, compared, identified and verified."""
+
+from __future__ import annotations
+
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import numpy as np
+import pytest
+import synthetic
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.checkpoint.formats.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
+from fp4kit.checkpoint.ggml_names import SCALING
+from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.reading import Readers, slabs, values_of
+from fp4kit.checkpoint.verify import verify
+from fp4kit.cli import main
+from fp4kit.layouts import pack_gguf
+from fp4kit.storage.ggml_types import GGML_TYPES
+from fp4kit.storage.gguf_file import is_gguf, read_gguf
+
+NUMBERS = {"mxfp4": 39, "nvfp4": 40}
+
+
+def header(version: int = 3, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + rest
+
+
+def tensor(name: str = "x", shape: tuple[int, ...] = (32,), kind: int = 0, offset: int = 0, data: int = 128) -> bytes:
+    info = gguf_files.text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape) + struct.pack("<IQ", kind, offset)
+    whole = header(tensors=1, rest=info)
+    return whole + bytes(-len(whole) % 32) + bytes(data)
+
+
+def array(item: int, count: int, rest: bytes = b"") -> bytes:
+    return header(keys=1, rest=gguf_files.text("a") + struct.pack("<IIQ", 9, item, count) + rest)
+
+
+TWO = gguf_files.text("x") + struct.pack("<IQ", 1, 8) + struct.pack("<IQ", 0, 0)
+MALFORMED = {
+    "empty": (b"", "it ends inside its header"),
+    "another magic": (b"GGML" + bytes(20), "it does not begin with GGUF"),
+    "version 1": (header(1), "it is of version 1; little-endian files of version 2 or 3 are read"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian"),
+    "2^60 tensors": (header(tensors=1 << 60), f"it says that it has {1 << 60} tensors, and ends before"),
+    "2^63 keys": (header(keys=1 << 63), f"it says that it has {1 << 63} keys, and ends before"),
+    "2^60 numbers": (array(4, 1 << 60), f"it says that it has {1 << 60} entries of a, and ends before"),
+    "2^60 strings": (array(8, 1 << 60), f"it says that it has {1 << 60} entries of a, and ends before"),
+    "array of arrays": (array(9, 1, bytes(20)), "a is an array of type 9, which there is not"),
+    "array of type 99": (array(99, 1, bytes(20)), "a is an array of type 99, which there is not"),
+    "string beyond the end": (array(8, 1, struct.pack("<Q", 1 << 40)), "it ends inside its header"),
+    "long name": (header(keys=1, rest=struct.pack("<Q", 1 << 40) + bytes(20)), f"a key has a name of {1 << 40} bytes"),
+    "no text": (header(keys=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + bytes(9)), "a key has a name that is not UTF-8"),
+    "type 13": (header(keys=1, rest=gguf_files.text("a") + struct.pack("<IQ", 13, 0)), "a is of type 13, which there is not"),
+    "key twice": (header(keys=2, rest=gguf_files.key("a", 1) * 2), "the key 'a' stands twice"),
+    "alignment 0": (header(keys=1, rest=gguf_files.key("general.alignment", 0)), "general.alignment is 0; a power of two"),
+    "alignment 24": (header(keys=1, rest=gguf_files.key("general.alignment", 24)), "general.alignment is 24; a power of two"),
+    "alignment of text": (header(keys=1, rest=gguf_files.key("general.alignment", "32")), "general.alignment is None; a power"),
+    "5 axes": (tensor(shape=(1,) * 5), "x has 5 axes; at most 4 can be"),
+    "unknown type": (tensor(kind=77), "x is of type 77, which is not known"),
+    "half a block": (tensor(shape=(40, 2), kind=39), "x has rows of 40; blocks of MXFP4 have 32 elements"),
+    "no axis": (tensor(shape=(), kind=39), "x has rows of 1; blocks of MXFP4 have 32 elements"),
+    "offset": (tensor(offset=32), "x begins at 32, not where the tensor before it ends"),
+    "truncated": (tensor(data=100), "it ends inside x: truncated"),
+    "huge": (tensor(shape=(1 << 40, 1 << 40)), "it ends inside x: truncated"),
+    "name twice": (header(tensors=2, rest=TWO * 2) + bytes(128), "it has two tensors 'x'"),
+    "terminal codes": (tensor(name="\x1b[2Jx", kind=77), "\\x1b[2Jx is of type 77"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, why = MALFORMED[case]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with refused(f"m.gguf: not a usable GGUF file: {why}"):
+        read_gguf(path)
+    for arguments in (["inspect", path], ["verify", path], ["compare", path, path], ["convert", path, tmp_path / "o.gguf"]):
+        assert main([str(argument) for argument in arguments]) == 2
+        assert capsys.readouterr().err.count("\n") == 1  # one line, and no traceback
+    assert not (tmp_path / "o.gguf").exists()
+
+
+def test_every_prefix_and_every_flipped_byte_of_a_header(tmp_path: Path) -> None:
+    """Each is read, or refused by a CheckpointError; nothing else is raised."""
+    path = tmp_path / "m.gguf"
+    gguf_files.write(path, {"a.weight": gguf_files.plain(np.ones((2, 32), np.float32))}, {"k": ["x", "y"]})
+    whole, size = path.read_bytes(), read_gguf(path).data_start
+    for end in range(0, size, 3):
+        path.write_bytes(whole[:end])
+        with refused("not a usable GGUF file"):
+            read_gguf(path)
+    for at in range(size):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        try:
+            read_gguf(path)
+        except fp4kit.checkpoint.CheckpointError:
+            pass
+
+
+def test_not_a_file(tmp_path: Path) -> None:
+    (tmp_path / "d.gguf").mkdir()
+    assert not is_gguf(tmp_path / "d.gguf") and is_gguf(tmp_path / "none.gguf")
+    with refused("none.gguf: does not exist"):
+        open_checkpoint(tmp_path / "none.gguf")
+
+
+def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
+    tensors = gguf_files.model()
+    found = {name: gguf_files.plain(x) for name, x in tensors.items()}
+    gguf_files.write(tmp_path / "m.gguf", found, {"general.alignment": 64, "n": 7, "long": "x" * 5000, "t": ["a"]}, 64)
+    (tmp_path / "m.gguf").rename(tmp_path / "renamed")  # the name does not matter
+    model = open_checkpoint(tmp_path / "renamed")
+    assert {name: entry.shape for name, (_, entry) in model.tensors.items()} == {name: x.shape for name, x in tensors.items()}
+    metadata = model.files[0].metadata
+    assert metadata["n"] == "7" and metadata["general.architecture"] == "llama" and metadata["t"].startswith("string[1] sha256 ")
+    assert metadata["long"].startswith("string of 5000 bytes sha256 ")
+    with Readers() as readers:
+        for name, weight in model.weights.items():
+            for e in range(weight.experts):
+                x = tensors[name][e] if len(weight.shape) == 3 else tensors[name]
+                slab = next(slabs(readers, weight, e))
+                assert slab.values is not None and slab.values.tobytes() == x.tobytes()
+    assert {name for name in tensors if tensors[name].ndim > 1} == set(model.weights)
+
+
+def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
+    """Any bytes: every scale byte occurs."""
+    size, elements = (17, 32) if kind == "mxfp4" else (36, 64)
+    raw = np.random.default_rng(seed).integers(0, 256, (int(np.prod(shape)) // elements, size)).astype(np.uint8)
+    count = size // 9 if kind == "nvfp4" else 1
+    raw[:, :count] = np.resize(np.arange(256), (len(raw), count))
+    return NUMBERS[kind], raw.reshape(-1), shape
+
+
+@pytest.mark.parametrize(("kind", "form"), [("mxfp4", GGUF_MXFP4), ("nvfp4", GGUF_NVFP4), ("nvfp4", GGUF_SCALED)], ids=str)
+def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_path: Path) -> None:
+    """Of any bytes, in every bit: 255 of MXFP4 is 2^128, 0x7F of NVFP4 is 0, no code is a negative zero but of a zero scale."""
+    infos = {"blk.0.ffn_up_exps.weight": blocks(kind, (2, 64, 128)), "output.weight": blocks(kind, (70, 192), 1)}
+    scales = {} if form is not GGUF_SCALED else {
+        "blk.0.ffn_up_exps.scale": gguf_files.plain(np.float32([1, 0.5])), "output.scale": gguf_files.plain(np.float32([4])),
+    }  # fmt: skip
+    gguf_files.write(tmp_path / "m.gguf", {**infos, **scales})
+    model = open_checkpoint(tmp_path / "m.gguf")
+    assert [weight.container for weight in model.layers.values()] == [form, form] and not model.unrecognised
+    with Readers() as readers, np.errstate(over="ignore", invalid="ignore"):
+        for name, (_, raw, shape) in infos.items():
+            weight = model.weights[name]
+            wanted = gguf_files.decoded(raw, kind).reshape(-1, *shape[-2:])
+            for e in range(weight.experts):
+                found = np.concatenate([values_of(weight, slab) for slab in slabs(readers, weight, e, most=3000)])
+                factor = np.float32(1)
+                if scales:
+                    factor = scales[name.replace("weight", "scale")][1].view(np.float32)[e]
+                assert synthetic_bits(found) == synthetic_bits(wanted[e] * factor)
+
+
+def synthetic_bits(x: np.ndarray) -> bytes:
+    """The bits, with one NaN."""
+    return np.where(np.isnan(x), np.float32(np.nan), x).astype(np.float32).tobytes()
+
+
+def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files.Info]:
+    """The blocks of a matrix or stack, and its tensor scales."""
+    kind = recipe.partition("-")[0]
+    qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
+    raw = np.concatenate([pack_gguf(q.packed, q.block_scale, kind).reshape(-1) for q in qs])
+    found = {scale_name + ".weight": (NUMBERS[kind], raw, x.shape)}
+    if qs[0].tensor_scale is not None:
+        found[scale_name + ".scale"] = gguf_files.plain(np.float32([q.tensor_scale for q in qs]))
+    return found
+
+
+def quantized(path: Path, recipe: str, **keys: Any) -> dict[str, np.ndarray]:
+    """A file whose matrices of layers are quantized by a recipe, and its source beside it."""
+    tensors = gguf_files.write_model(path.with_name("source.gguf"))
+    found: dict[str, gguf_files.Info] = {}
+    for name, x in tensors.items():
+        whole = x.ndim > 1 and name.startswith("blk") and "gate_inp" not in name and x.shape[-1] % 64 == 0
+        found |= encoded(x, recipe, name.removesuffix(".weight")) if whole else {name: gguf_files.plain(x)}
+    gguf_files.write(path, found, {"tokenizer.ggml.tokens": ["a", "bé", ""], **keys})
+    return tensors
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
+def test_verify_and_identify(recipe: str, tmp_path: Path) -> None:
+    quantized(tmp_path / "q.gguf", recipe)
+    report = verify(tmp_path / "q.gguf", tmp_path / "source.gguf", recipe)
+    assert report.clean and report.issues == () and len(report.layers) == 13 and report.copied == 9
+    assert all(layer.compared and not layer.differing for layer in report.layers)
+    verdict = identify_checkpoint(tmp_path / "q.gguf", tmp_path / "source.gguf")
+    assert recipe in verdict.recipes and not verdict.exceptions and len(verdict.layers) == 11 + 2 * gguf_files.EXPERTS
+
+
+def test_verify_sees_one_flipped_bit(tmp_path: Path) -> None:
+    quantized(tmp_path / "q.gguf", "nvfp4-te")
+    file = read_gguf(tmp_path / "q.gguf")
+    for entry in [one for one in file.entries if one.name in ("blk.1.ffn_up_exps.weight", "blk.0.attn_q.scale", "output.weight")]:
+        content = bytearray((tmp_path / "q.gguf").read_bytes())
+        content[entry.start + entry.nbytes - 1] ^= 1
+        (tmp_path / "bad.gguf").write_bytes(content)
+        report = verify(tmp_path / "bad.gguf", tmp_path / "source.gguf", "nvfp4-te")
+        assert not report.clean and {issue.subject for issue in report.issues} == {
+            entry.name if entry.name == "output.weight" else entry.name.rpartition(".")[0]
+        }  # fmt: skip
+
+
+def test_compare(tmp_path: Path) -> None:
+    quantized(tmp_path / "a.gguf", "mxfp4-ocp")
+    quantized(tmp_path / "b.gguf", "mxfp4-te", more="yes")
+    assert compare_checkpoints(tmp_path / "a.gguf", tmp_path / "a.gguf").equal
+    found = compare_checkpoints(tmp_path / "a.gguf", tmp_path / "b.gguf")
+    assert [(one.key, one.kind) for one in found.configs] == [("more", "extra")]
+    assert len(found.tensors) == 13 and len(found.layers) == 11 + 2 * gguf_files.EXPERTS
+    assert all(layer.codes and layer.scales is not None and layer.sqnr_db > 10 for layer in found.layers)
+    against = compare_checkpoints(tmp_path / "source.gguf", tmp_path / "a.gguf")
+    assert {layer.codes for layer in against.layers} == {None} and len(against.layers) == 11 + 2 * gguf_files.EXPERTS
+
+
+def troubles(path: Path, tensors: dict[str, gguf_files.Info], **keys: Any) -> dict[str, str]:
+    gguf_files.write(path, tensors, keys)
+    return {issue.subject: f"{issue.loader}: {issue.text}" for issue in verify(path).issues}
+
+
+def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
+    x = synthetic.random("x", (64, 128))
+    good = {**encoded(x, "nvfp4-te", "output"), **encoded(x, "nvfp4-te", "blk.10.attn_q")}
+    good["blk.10.attn_q.bias"] = gguf_files.plain(x[0])
+    assert troubles(tmp_path / "a.gguf", good) == {}
+    odd = troubles(tmp_path / "a.gguf", encoded(x, "nvfp4-te", "blk.0.attn_kv_b"))
+    assert odd == {"blk.0.attn_kv_b": "llama.cpp 0c1e57098: it does not know the .scale beside it, and refuses the file"}
+    bias = {**encoded(x, "nvfp4-te", "blk.0.ffn_up"), "blk.0.ffn_up.bias": gguf_files.plain(x[0])}
+    assert "stops where a feed-forward layer has a .bias" in troubles(tmp_path / "a.gguf", bias)["blk.0.ffn_up"]
+    keys = {"general.architecture": "qwen2"}
+    assert "of qwen2 it passes over .scale" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
+    without = {**encoded(x, "mxfp4-ocp", "blk.0.attn_kv_b"), **encoded(x, "nvfp4-torchao-single", "blk.0.ffn_up"), **bias}
+    del without["blk.0.ffn_up.scale"]
+    assert troubles(tmp_path / "a.gguf", without, **keys) == {}
+
+
+def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert {number: tuple(kind) for number, kind in GGML_TYPES.items()} == theirs
+
+
+def test_the_documentation_names_the_architectures() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    named = re.search(r"\(all but ([^)]*)\)", text)
+    assert named is not None and set(named[1].replace(",", " ").split()) == SCALING
+
+
+def test_part_of_blocks_is_no_tensor() -> None:
+    assert SCALES not in GGUF_MXFP4.specs((64, 128)) and GGUF_MXFP4.row_multiple == 32 and GGUF_SCALED.row_multiple == 64

@@ -1,0 +1,276 @@
+"""MLX directories: written, read back by fp4kit, by MLX and by mlx-lm; those with a global scale read and rewritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import synthetic
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
+from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.checkpoint.inspect import Checkpoint, open_checkpoint
+from fp4kit.checkpoint.mlx import FORMS
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.reading import Readers
+from fp4kit.checkpoint.verify import verify
+
+RECIPES = {"mxfp4-ocp": (32, 4, "mxfp4"), "nvfp4-torchao-single": (16, 4, "nvfp4"), "mxfp8-te": (32, 8, "mxfp8")}
+GLOBAL = np.float32(2688)
+synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
+
+
+def config(kind: str, **more: Any) -> dict[str, object]:
+    found: dict[str, object] = {
+        "model_type": kind, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-6, "vocab_size": 128, "max_position_embeddings": 64,
+        "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return found | more
+
+
+def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
+    """Whole, so that mlx-lm can load it."""
+    tensors: synthetic.Tensors = {}
+    shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
+    for i in range(2):
+        rows = {"q": 64, "k": 32, "v": 32, "o": 64}
+        shapes |= {f"model.layers.{i}.self_attn.{name}_proj": (count, 64) for name, count in rows.items()}
+        shapes |= {f"model.layers.{i}.mlp.{name}_proj": (96, 64) for name in ("gate", "up")}
+        shapes[f"model.layers.{i}.mlp.down_proj"] = 64, 96
+        norms = {"input_layernorm": 64, "post_attention_layernorm": 64, "self_attn.q_norm": 16, "self_attn.k_norm": 16}
+        tensors |= {f"model.layers.{i}.{name}.weight": np.ones(size, synthetic.BF16) for name, size in norms.items()}
+    tensors |= {f"{name}.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
+    tensors["model.norm.weight"] = np.ones(64, synthetic.BF16)
+    return synthetic.write_model(root, config(kind), tensors, lambda name: int("layers.1" in name))
+
+
+def mixtral(root: Path) -> synthetic.Tensors:
+    tensors: synthetic.Tensors = {"model.norm.weight": np.ones(64, synthetic.BF16)}
+    shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
+    for i in range(2):
+        prefix = f"model.layers.{i}"
+        shapes |= {f"{prefix}.self_attn.{name}_proj": (rows, 64) for name, rows in {"q": 64, "k": 32, "v": 32, "o": 64}.items()}
+        shapes[f"{prefix}.block_sparse_moe.gate"] = 4, 64
+        for expert in range(4):
+            for name, shape in {"w1": (96, 64), "w2": (64, 96), "w3": (96, 64)}.items():
+                shapes[f"{prefix}.block_sparse_moe.experts.{expert}.{name}"] = shape
+        tensors |= {f"{prefix}.{name}_layernorm.weight": np.ones(64, synthetic.BF16) for name in ("input", "post_attention")}
+    tensors |= {f"{name}.weight": synthetic.random(name, shape) for name, shape in shapes.items()}
+    return synthetic.write_model(root, config("mixtral", num_local_experts=4, num_experts_per_tok=2), tensors)
+
+
+def arrays_of(root: Path) -> tuple[Checkpoint, dict[str, np.ndarray]]:
+    model = open_checkpoint(root)
+    with Readers() as readers:
+        found = {name: readers.of(file).read(entry) for name, (file, entry) in model.tensors.items()}
+    return model, found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
+    tensors = qwen3(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
+    model, found = arrays_of(tmp_path / "out")
+    size, bits, mode = RECIPES[recipe]
+    assert len(model.layers) == 14 and not model.unrecognised
+    assert {layer.dtype for layer in model.layers.values()} == {f"mlx {mode}"}
+    for name in model.layers:
+        q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
+        words, scales = found[f"{name}.weight"], found[f"{name}.scales"]
+        assert words.dtype == np.uint32 and words.shape[1] * 32 // bits == tensors[f"{name}.weight"].shape[1]
+        assert words.tobytes() == q.packed.tobytes() and scales.tobytes() == q.block_scale.tobytes()
+    for name in set(found) & set(tensors) - {f"{layer}.weight" for layer in model.layers}:
+        assert found[name].tobytes() == tensors[name].tobytes()
+    declared = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert declared["quantization"] == {"group_size": size, "bits": bits, "mode": mode}
+    assert declared["quantization_config"].items() > declared["quantization"].items()
+    assert {file.metadata["format"] for file in model.files} == {"mlx"}
+    given = convert_tensors(tensors.items(), Rules.of(recipe, config=config("qwen3"), format="mlx"))
+    assert {name: part.tobytes() for name, part in given} == {name: part.tobytes() for name, part in found.items()}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
+    mixtral(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
+    report = verify(tmp_path / "out", tmp_path / "m")
+    assert report.clean and not report.issues and report.recipe == recipe and report.manifest == "equal"
+    assert len(report.layers) == 32 and all(layer.compared and not layer.differing for layer in report.layers)
+    assert recipe in identify_checkpoint(tmp_path / "out", tmp_path / "m").recipes
+    assert len(compare_checkpoints(tmp_path / "m", tmp_path / "out").layers) == 32
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> None:
+    tensors = qwen3(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "a", recipe, format="mlx")
+    convert(tmp_path / "a", tmp_path / "b", format="bf16")
+    model, found = arrays_of(tmp_path / "b")
+    assert model.config is not None and not {"quantization", "quantization_config"} & set(model.config) and not model.layers
+    for name in open_checkpoint(tmp_path / "a").layers:
+        q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
+        values = fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16)
+        assert found[f"{name}.weight"].tobytes() == values.tobytes()
+    if recipe == "mxfp4-ocp":
+        convert(tmp_path / "a", tmp_path / "c", recipe, format="compressed-tensors")
+        convert(tmp_path / "c", tmp_path / "d", recipe, format="mlx")
+        assert {n: x.tobytes() for n, x in arrays_of(tmp_path / "d")[1].items()} == {
+            n: x.tobytes() for n, x in arrays_of(tmp_path / "a")[1].items()
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
+    """mx.load and mx.dequantize, in every bit."""
+    mx = pytest.importorskip("mlx.core")
+    tensors = qwen3(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
+    size, bits, mode = RECIPES[recipe]
+    count = 0
+    for path in (tmp_path / "out").glob("model*.safetensors"):
+        found = mx.load(str(path))
+        for name in [name.removesuffix(".scales") for name in found if name.endswith(".scales")]:
+            parts = found[f"{name}.weight"], found[f"{name}.scales"]
+            values = mx.dequantize(*parts, group_size=size, bits=bits, mode=mode, dtype=mx.float32)
+            q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
+            assert np.array(values).tobytes() == fp4kit.dequantize(q, np.float32).tobytes()
+            count += 1
+    assert count == 14
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model", [qwen3, mixtral])
+def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
+    """Its own loader: every layer is quantized as it is stored; experts are stacked with their scales."""
+    mx, utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
+    model(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
+    loaded, _ = utils.load_model(tmp_path / "out", lazy=True)
+    _, stored = arrays_of(tmp_path / "out")
+    size, bits, mode = RECIPES[recipe]
+    seen = 0
+    for name, module in loaded.named_modules():
+        if not hasattr(module, "scales"):
+            continue
+        assert (module.group_size, module.bits, module.mode) == (size, bits, mode)
+        parts = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+        parent, _, leaf = name.rpartition(".switch_mlp.")
+        names = [f"{parent}.experts.{e}.{parts[leaf]}" for e in range(4)] if parent else [name]
+        for part in ("weight", "scales"):
+            wanted = np.stack([stored[f"{one}.{part}"] for one in names]) if parent else stored[f"{name}.{part}"]
+            assert np.array(getattr(module, part)).tobytes() == wanted.tobytes()
+            seen += len(names)
+    assert seen == 2 * len(open_checkpoint(tmp_path / "out").layers)
+    assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all().item()
+
+
+def with_global_scales(root: Path) -> dict[str, np.ndarray]:
+    """A directory as mlx-lm writes one with global scales: experts [E, N, K], with the amax of each; returns the source's."""
+    name = "model.layers.0.mlp.switch_mlp.up_proj"
+    x = synthetic.random(name, (4, 96, 64))
+    qs = [fp4kit.quantize(part, "nvfp4-te") for part in x]
+    parts = {
+        f"{name}.weight": np.stack([q.packed for q in qs]).view(np.uint32),
+        f"{name}.scales": np.stack([q.block_scale for q in qs]),
+        f"{name}.global_scale": np.float32([q.tensor_amax for q in qs]),
+    }
+    synthetic.write_model(root, config("qwen3_moe", quantization={"group_size": 16, "bits": 4, "mode": "nvfp4"}), parts)
+    return {f"{name}.weight": x}
+
+
+def test_global_scales(tmp_path: Path) -> None:
+    """The amax of each expert stands for its tensor scale; renamed, it is that; again, it has the amax's own bits."""
+    tensors = with_global_scales(tmp_path / "q")
+    model = open_checkpoint(tmp_path / "q")
+    assert [layer.dtype for layer in model.layers.values()] == ["mlx nvfp4 global"]
+    assert verify(tmp_path / "q").issues == ()
+    convert(tmp_path / "q", tmp_path / "b", format="bf16")
+    (name, x), (stored,) = *tensors.items(), arrays_of(tmp_path / "b")[1].values()
+    for part, values in zip(x, stored, strict=True):
+        q = fp4kit.quantize(part, "nvfp4-te")
+        assert values.tobytes() == fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16).tobytes(), name
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
+def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
+    """What is stored is the amax where that is 2688 tensor scales up to a rounding, else those; mlx-lm would not read it."""
+    name = "model.layers.0.mlp.up_proj"
+    x = synthetic.random(name, (96, 64))
+    synthetic.write_model(tmp_path / "m", config("qwen3"), {f"{name}.weight": x})
+    q = fp4kit.quantize(x, recipe)
+    stored = q.tensor_amax if recipe == "nvfp4-te" else q.tensor_scale * GLOBAL
+    parts = {
+        f"{name}.weight": q.packed.view(np.uint32), f"{name}.scales": q.block_scale, f"{name}.global_scale": np.float32(stored),
+    }  # fmt: skip
+    own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+    synthetic.write_model(tmp_path / "q", config("qwen3", **own), parts)
+    report = verify(tmp_path / "q", tmp_path / "m", recipe)
+    assert [(layer.differing, layer.others) for layer in report.layers] == [(0, (0, 4))]
+    assert report.layers[0].tensor_scale == float(np.float32(stored) / GLOBAL)
+    assert [issue.text for issue in report.issues] == ["has a global_scale, which it reads of experts alone (switch_mlp)"]
+
+
+def test_verify_says_what_mlx_lm_trips_over(tmp_path: Path) -> None:
+    qwen3(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", "mxfp4-ocp", format="mlx")
+    path = tmp_path / "out" / "config.json"
+    declared = json.loads(path.read_text())
+    own: dict[str, Any] = {"model.layers.0.self_attn.q_proj": {"group_size": 64, "bits": 4, "mode": "affine"}}
+    own["model.layers.1.mlp.up_proj"] = False
+    path.write_text(json.dumps({**declared, "quantization": {**declared["quantization"], **own}}))
+    issues = {issue.subject: issue for issue in verify(tmp_path / "out").issues if issue.loader}
+    assert set(issues) == set(own) and {issue.loader for issue in issues.values()} == {"mlx-lm 0.32.2"}
+    del declared["quantization"]
+    path.write_text(json.dumps(declared))
+    texts = [issue.text for issue in verify(tmp_path / "out").issues]
+    assert any("there is no quantization, so that no layer is taken for quantized" in text for text in texts)
+
+
+REFUSED = {
+    "tensor scale": ("qwen3", {"recipe_id": "nvfp4-te"}, "nvfp4-te: has a tensor scale, which linear layers of mlx-lm have not"),
+    "recipe": ("qwen3", {"recipe_id": "int8-modelopt"}, "recipe int8-modelopt: has no place in mlx; use one of "),
+    "input scale": ("qwen3", {"recipe_id": "mxfp4-ocp", "input_scale": 1.0}, "input scale: mlx-lm reads none; leave it out"),
+    "model": ("nemotron_h", {"recipe_id": "mxfp4-ocp"}, "'nemotron_h': how mlx-lm 0.32.2 loads its layers is not known"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str, tmp_path: Path) -> None:
+    kind, options, text = REFUSED[case]
+    qwen3(tmp_path / "m", kind)
+    with refused(text):
+        make_plan(tmp_path / "m", format="mlx", **options)
+
+
+def test_experts_whose_scales_mlx_lm_loses(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(config("qwen3_moe", num_experts=4)))
+    with refused("mlx-lm 0.32.2 stacks the weights of experts of qwen3_moe, and not their scales; leave them out with --keep"):
+        make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx")
+    plan = make_plan(tmp_path / "m", "mxfp4-ocp", format="mlx", wishes=Wishes(keep=("*.experts.*",)))
+    assert plan.converted and not any("experts" in tensor.name for tensor in plan.converted)
+
+
+def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
+    parts = {"a.weight": np.zeros((8, 8), "u4"), "a.scales": np.ones((8, 1), np.float16), "a.biases": np.ones((8, 1), np.float16)}
+    synthetic.write_model(tmp_path / "m", config("llama"), parts)
+    assert open_checkpoint(tmp_path / "m").unrecognised == ("a.scales", "a.weight")
+    with refused("packed weights or their scales, of no form that is known here"):
+        make_plan(tmp_path / "m")
+
+
+def test_forms_are_told_apart_by_their_shapes() -> None:
+    """For any K: words and scales of one form fit no other."""
+    for a in FORMS:
+        for b in FORMS:
+            specs = a.specs((8, 192))
+            shape = b.shape_of(specs["codes"][1])
+            assert a is b or shape is None or b.specs(shape)["scales"] != specs["scales"]
