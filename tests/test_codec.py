@@ -206,6 +206,7 @@ def test_integers_saturate():
     ("signbit", [False, True, True, True, False, True]),
     ("negative", [False, False, True, True, False, True]),
     ("not_positive", [True, True, True, True, False, True]),
+    ("unsigned_zero", [False, False, False, True, False, True]),
 ])  # fmt: skip
 def test_signs(fmt, sign, negative):
     x = np.array([0.0, -0.0, -(2.0**-149), -1, 1, -np.inf], np.float32)

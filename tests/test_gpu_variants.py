@@ -15,7 +15,7 @@ from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing
 
 import fp4kit
 from fp4kit.formats import ElementFormat
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, rules
 
 pytestmark = ON_GPU
 
@@ -112,15 +112,36 @@ def test_ties_toward_zero(name, dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sign", ["signbit", "negative", "not_positive"])
+@pytest.mark.parametrize("sign", rules.SIGNS)
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
 def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
     """Zeros of both signs, and elements whose codes are zeros, under a factor that divides."""
     r = replace(RECIPES[name], sign=sign)
-    x = np.random.default_rng(4).standard_normal((32, 64)).astype(dtype)
-    x[:, ::5], x[:, 1::5], x[:, 2::5] = 0.0, -0.0, np.copysign(2.0**-20, x[:, 2::5])
+    x = zeros_of_all_kinds(dtype)
     everything(x, r)
     assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+
+
+UNSIGNED = ("mxfp4-ocp", "mxfp4-modelopt", "mxfp6-compressed-tensors", "mxfp8-te", "nvfp4-te-4over6-mse-256", "nvfp4-te-2d")
+
+
+@pytest.mark.parametrize("name", UNSIGNED)
+@pytest.mark.parametrize("dtype", [DTYPES[2], *exhaustive(DTYPES[:2])])
+def test_zeros_without_signs(name, dtype) -> None:
+    """A negative element that rounds to zero has code 0 on every way of codes; a random byte keeps the product's sign."""
+    r = replace(RECIPES[name], sign="unsigned_zero")
+    x = zeros_of_all_kinds(dtype)
+    everything(x, r)
+    everything(x, r, rounding="stochastic", seed=3) if not r.four_over_six else None
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), r), fp4kit.fake_quantize(x, r)) == 0
+    assert not (fp4kit.unpack(fp4kit.quantize(x, r).packed) == 8).any() or not r.is_packed
+
+
+def zeros_of_all_kinds(dtype) -> np.ndarray:
+    """Random numbers, zeros of both signs, and small ones whose codes are zeros."""
+    x = np.random.default_rng(4).standard_normal((32, 64)).astype(dtype)
+    x[:, ::5], x[:, 1::5], x[:, 2::5] = 0.0, -0.0, np.copysign(2.0**-20, x[:, 2::5])
+    return x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -40,7 +40,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide"),
     "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz"),
     "rounding as a list": ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
-    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive"),
+    "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive, unsigned_zero"),
     "amax_nan": ("nvfp4-te", {"amax_nan": "drop"}, V, "amax_nan is 'drop'; needs one of ignore, propagate, lanes"),
     "nan_code": ("nvfp4-te", {"nan_code": 16}, V, "nan_code is 16; needs a code of E2M1, 0 to 15, or None"),
     "negative nan_code": ("nvfp4-te", {"nan_code": -1}, V, "nan_code is -1; needs a code of E2M1"),

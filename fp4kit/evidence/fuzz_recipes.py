@@ -100,7 +100,7 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.element.is_integer else {"sign": _pick(rng, ("signbit", "negative", "not_positive"))}
+    return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 ROUNDINGS = ("rn", "rz", "rna", "rnz")
-SIGNS = ("signbit", "negative", "not_positive")
+SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")

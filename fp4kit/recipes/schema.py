@@ -52,7 +52,7 @@ class Recipe:
     fake_rule: str | None = None
     apply: Literal["multiply", "divide"] = "multiply"
     rounding: str = "rn"
-    sign: Literal["signbit", "negative", "not_positive"] = "signbit"
+    sign: Literal["signbit", "negative", "not_positive", "unsigned_zero"] = "signbit"
     nan_code: int | None = None
     nan_is_max: bool = False
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"

@@ -13,13 +13,15 @@ import numpy as np
 from fp4kit.formats import E8M0, ElementFormat
 from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
-Sign = Literal["signbit", "negative", "not_positive"]
+Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which values get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those not above zero (+0 gets it).
-SIGNS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "signbit": np.signbit,
-    "negative": lambda x: x < 0,
-    "not_positive": lambda x: ~(x > 0),
+# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those not above
+# zero (+0 gets it), those whose code is not that of zero.
+SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "signbit": lambda x, codes: np.signbit(x),
+    "negative": lambda x, codes: x < 0,
+    "not_positive": lambda x, codes: ~(x > 0),
+    "unsigned_zero": lambda x, codes: np.signbit(x) & (codes != 0),
 }
 
 
@@ -44,7 +46,8 @@ def encode(
 
     x: float32 (float16 and bfloat16 are widened, exactly).
     rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero.
-    sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too).
+    sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too),
+        "unsigned_zero" (only x < 0 that does not round to zero).
     Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too); NaN becomes
     nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
     Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
@@ -67,7 +70,7 @@ def encode(
 
 def _encode_float(x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign) -> np.ndarray:
     codes = encode_magnitude(np.abs(x), fmt, rounding)
-    codes |= np.where(SIGNS[sign](x), np.uint8(fmt.sign_bit), np.uint8(0))
+    codes |= np.where(SIGNS[sign](x, codes), np.uint8(fmt.sign_bit), np.uint8(0))
     return codes
 
 

@@ -58,7 +58,8 @@ static void encode_elements(const void* elements, const float* factors, i64 coun
     } else if constexpr (Format::kIsInteger) {
       codes[i] = static_cast<u8>(encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y));
     } else if constexpr (E::kRounding == Rounding::rn) {
-      codes[i] = static_cast<u8>(encode_finite_rn<Format>(with_code_sign<E::kSign>(y)));
+      const u32 code = encode_finite_rn<Format>(with_code_sign<E::kSign>(y));
+      codes[i] = static_cast<u8>(E::kSign == Sign::unsigned_zero && code == Format::kSignBit ? 0u : code);
     } else {
       codes[i] = static_cast<u8>(encode<Format, E::kRounding, E::kSign, 0u>(y));
     }

@@ -37,7 +37,7 @@ FP4KIT_DEVICE void store_found(const Arguments& a, u32 run, u32 scale_at, const 
     u32 pairs[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) pairs[j] = no_signs ? 0u : pair_with_code_signs<R, In>(x.w[4 * i + j]);
-    words[i] = codes_of_entries(found.entries + 8 * i, shift) | nibble_signs_of_pairs(pairs);
+    words[i] = with_signs_of_codes<R>(codes_of_entries(found.entries + 8 * i, shift) | nibble_signs_of_pairs(pairs));
   }
   store_words(a.packed + static_cast<u64>(run) * 8u, words);
   a.scales[scale_at] = static_cast<u8>(scale);

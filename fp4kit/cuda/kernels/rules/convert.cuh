@@ -9,7 +9,7 @@
 #include "ptx_pairs.cuh"
 
 enum class Rounding { rn, rz, rnz };
-enum class Sign { signbit, negative, not_positive };
+enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 template <class F>
 FP4KIT_DEVICE float max_of() { return float_of(F::kMaxBits); }
@@ -30,14 +30,16 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
 }
 
+// Whether the code of x, not NaN, has a sign; code: that of its magnitude.
 template <Sign kSign>
-FP4KIT_DEVICE bool has_sign(float x) {
+FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
+  if constexpr (kSign == Sign::unsigned_zero) return sign_of(x) != 0 && code != 0u;
   if constexpr (kSign == Sign::negative) return x < 0.0f;
   return !(x > 0.0f);
 }
 
-// y with the sign that its code has.
+// y with the sign that its code has; unsigned_zero: if that is not the code of zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;            // -0 -> 0
@@ -53,7 +55,8 @@ FP4KIT_DEVICE u32 encode(float x) {
     const float least = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), least), max_of<F>()))) & ((1u << F::kBits) - 1u);
   } else {
-    return encode_magnitude<F, kRounding>(magnitude_of(x)) | (has_sign<kSign>(x) ? F::kSignBit : 0u);
+    const u32 code = encode_magnitude<F, kRounding>(magnitude_of(x));
+    return code | (has_sign<kSign>(x, code) ? F::kSignBit : 0u);
   }
 }
 

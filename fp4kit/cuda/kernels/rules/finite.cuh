@@ -19,7 +19,8 @@ struct ShortWay {
   static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : R::kRounding == Rounding::rn || kShrink;
   // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was flushed to.
   static constexpr bool kTold = (!R::kRoundScaled || In::kIsBfloat16) && !(kHalf && R::kFlush);
-  static constexpr bool kSigns = R::kStochastic || R::kSign == Sign::signbit || kTold;
+  static constexpr bool kOwnSigns = R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
+  static constexpr bool kSigns = R::kStochastic || kOwnSigns || kTold;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists = kQuotient && !R::Element::kIsInteger && kRounding && kSigns;
   static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
@@ -38,7 +39,7 @@ FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
   const float product = float_of(largest) * f.reciprocal;
   bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
-  if constexpr (R::kSign != Sign::signbit && Way::kHalf) {  // no product of an element underflows to a zero
+  if constexpr (!Way::kOwnSigns && Way::kHalf) {  // no product of an element underflows to a zero
     constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23));
   }
@@ -98,7 +99,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const u32 sign = run.w[first + i];
-      y[i] = R::kSign == Sign::signbit ? float_of(sign) : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
+      y[i] = ShortWay<R, In>::kOwnSigns ? float_of(sign) : with_code_sign<R::kSign>(float_of(bits_of(a[i]) | (sign & 0x80000000u)));
     }
     return nibble_signs(y);
   }
@@ -114,20 +115,21 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f, u32 (&words
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) signs[i] = pair_with_code_signs<R, In>(run.w[i]);
 #pragma unroll
-    for (int i = 0; i < kRun / 8; ++i) words[i] = encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor);
+    for (int i = 0; i < kRun / 8; ++i) words[i] = with_signs_of_codes<R>(encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor));
   } else if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i) {
       float a[8];
       const NibbleSigns signs = magnitudes_x8<R, In>(run, f, 8 * i, a);
-      words[i] = encode_e2m1x8<Way::kClamp>(a, signs);
+      words[i] = with_signs_of_codes<R>(encode_e2m1x8<Way::kClamp>(a, signs));
     }
   } else {
     float y[kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
 #pragma unroll
-    for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i) words[i] = encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits);
+    for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i)
+      words[i] = with_signs_of_codes<R>(encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits));
   }
 }
 
@@ -147,6 +149,8 @@ FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, float scale,
   for (int i = 0; i < kRun; ++i) {
     const float y = scaled_finite<R, In>(element(run, i), f);
     const float value = round_magnitude<typename R::Element>(magnitude_of(y));
-    values[i] = R::DecodeRule::apply(float_of(bits_of(value) | (bits_of(with_code_sign_of<R>(y, element(run, i))) & 0x80000000u)), scale);
+    const u32 sign = bits_of(with_code_sign_of<R>(y, element(run, i))) & 0x80000000u;
+    const bool is_unsigned = R::kSign == Sign::unsigned_zero && value == 0.0f;
+    values[i] = R::DecodeRule::apply(is_unsigned ? value : float_of(bits_of(value) | sign), scale);
   }
 }

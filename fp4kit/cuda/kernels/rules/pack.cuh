@@ -120,6 +120,17 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
+// A word of codes as R's sign rule has them: unsigned_zero takes the signs of zeros away, which others have settled before.
+template <class R>
+FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
+  if constexpr (R::kSign == Sign::unsigned_zero) {
+    using F = typename R::Element;
+    constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit, kMagnitudes = kSigns - kOnes;
+    word &= ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a magnitude that is not 0 carries into the place of its sign
+  }
+  return word;
+}
+
 // The values of the eight E2M1 codes of a word, as pairs of bfloat16. Their patterns have eight high and eight low bytes, which prmt looks
 // up for four codes at a time; a table of 0x80 under selectors with their sign bits left on gives the signs.
 template <int kCount>

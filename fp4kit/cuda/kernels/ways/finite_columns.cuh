@@ -45,8 +45,8 @@ FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2]
     if constexpr (Way::kPairs) {
       u32 two[2];
       encode_columns_e2m1x8(rows + w * kPerWord, pairs, prmt(bits_of(f[0].by), bits_of(f[1].by), 0x7632u), two);
-      words[0][w] = two[0];
-      words[1][w] = two[1];
+      words[0][w] = with_signs_of_codes<R>(two[0]);
+      words[1][w] = with_signs_of_codes<R>(two[1]);
     } else {
       u32 signs[2];
       if constexpr (Way::kE2m1) nibble_signs_of_columns(pairs, signs);
@@ -59,8 +59,10 @@ FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2]
           if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) y[i] = scaled_finite<R, In>(fabsf(x), f[j]);
           else y[i] = with_code_sign_of<R>(scaled_finite<R, In>(x, f[j]), x);
         }
-        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) words[j][w] = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
-        else words[j][w] = encode_word<typename R::Element>(y);
+        u32 word;
+        if constexpr (Way::kE2m1 && !FP4KIT_HAS_CVT_E2M1) word = encode_e2m1x8<Way::kClamp>(y, signs[j] & 0x88888888u);
+        else word = encode_word<typename R::Element>(y);
+        words[j][w] = with_signs_of_codes<R>(word);
       }
     }
   }
