@@ -76,7 +76,7 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
             assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
 
 
-@recipes
+@pytest.mark.parametrize("name", [name for name in NAMES if "mxfp4-fouroversix" not in name])  # its zero blocks mean -1.5
 def test_quantizing_again_changes_no_value(name):
     """Under the same tensor_amax; a power-of-two scale may halve while its codes double."""
     q = fp4kit.quantize(ORDINARY, name)
@@ -96,7 +96,10 @@ def test_quantizing_again_changes_no_code_of_te(name):
     assert_same_bits(codes_of(again), expected)
 
 
-@pytest.mark.parametrize("name", MX)
+LEAST = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")  # they have a least amax
+
+
+@pytest.mark.parametrize("name", [name for name in MX if name not in LEAST])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_powers_of_two_shift_mx_scales_only(name, seed):

@@ -11,7 +11,7 @@ from fp4kit.formats import E2M1, ElementFormat
 from fp4kit.recipes import Recipe
 
 WIDEST = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
-ROUNDINGS = ("rn", "rz", "rnz")
+ROUNDINGS = ("rn", "rz", "rnz", "rna", "rns")
 FOUR_OVER_SIX_COLUMNS = 16
 
 

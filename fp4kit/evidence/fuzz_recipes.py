@@ -18,9 +18,8 @@ from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4,
 from fp4kit.recipes import RECIPES, Recipe, rules
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
-E8M0_RULES = ("floor", "ceil", "even", "rceil", "te", "te_reference", "modelopt", "compressed_tensors")
-MULTIPLY_RULES = ("te", "torchao")  # of E4M3 scales; the factors of the others divide
-DIVIDE_RULES = ("modelopt", "modelopt_static", "compressed_tensors")
+E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
+E4M3_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E4M3" and rule.flush is False)
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
 E8M0_DECODE = ("e8m0", "e8m0_flashinfer_host", "e8m0_flashinfer_api", "e8m0_unbounded")
 FIELDS = tuple(field.name for field in fields(Recipe))
@@ -96,7 +95,7 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    return {} if r.four_over_six else {"rounding": _pick(rng, ("rn", "rz", "rna", "rnz"))}
+    return {} if r.four_over_six else {"rounding": _pick(rng, rules.ROUNDINGS)}
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
@@ -142,10 +141,8 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """A rule and what it assumes; FlashInfer's and 4over6 stay, with their flushing."""
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
-    if r.scale == E8M0:
-        return {"block_rule": f"e8m0_{_pick(rng, E8M0_RULES)}"}
-    rule = _pick(rng, (*MULTIPLY_RULES, *DIVIDE_RULES[: None if r.tensor_scaling != "none" else 1]))
-    return {"block_rule": rule, "apply": "divide" if rule in DIVIDE_RULES else "multiply"}
+    rule = _pick(rng, E8M0_RULES if r.scale == E8M0 else E4M3_RULES)
+    return {"block_rule": rule, "apply": rules.BLOCK_RULES[rule].apply}
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:

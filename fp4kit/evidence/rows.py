@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4kit.evidence.rows_serving import serving_rows
+
 
 @dataclass(frozen=True)
 class Row:
@@ -14,7 +16,8 @@ class Row:
     inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
     given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), or "" (computed from x).
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
-    columnwise codes as (M, K) and their scales as (M/block, K).
+    columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
+    on_gpu: producers_h200 has the arrays, under <file>_<variant>, that differ on a GPU from those of the file.
     """
 
     recipe: str
@@ -27,6 +30,8 @@ class Row:
     skip: str = ""
     columnwise_in_place: bool = False
     fake: bool = False
+    least_amax: float = 0.0
+    on_gpu: bool = False
 
 
 def _te_rows() -> Iterator[Row]:
@@ -108,4 +113,11 @@ def _other_rows() -> Iterator[Row]:
         yield Row(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
 
 
-ROWS: tuple[Row, ...] = (*_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows())
+ROWS: tuple[Row, ...] = (
+    *_te_rows(),
+    *_flashinfer_rows(),
+    *_modelopt_rows(),
+    *_torchao_rows(),
+    *_other_rows(),
+    *serving_rows(Row),
+)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
@@ -117,6 +117,15 @@ class Recipe:
     def format_name(self) -> str:
         """NVFP4, MXFP4, ...: the first part of the id."""
         return self.id.split("-", 1)[0].upper()
+
+
+class Alias(NamedTuple):
+    """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what not."""
+
+    id: str
+    of: str
+    source: str
+    exact: str
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:

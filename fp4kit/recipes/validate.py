@@ -140,6 +140,8 @@ def _check_block_rule(r: Any) -> None:
         _refuse(r, "flush", f"block_rule {r.block_rule!r} needs {rule.flush}")
     if rule.needs_tensor and r.tensor_scaling not in ("tensor", "row"):
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} needs 'tensor' or 'row': it reads the tensor's amax")
+    if rule.one_level and r.tensor_scaling != "none":
+        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} writes scales of one level; needs 'none'")
     if r.tensor_scaling == "block":
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'")
 

@@ -15,8 +15,8 @@ from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those not above
-# zero (+0 gets it), those whose code is not that of zero.
+# Which values, whose magnitudes have these codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero,
+# those not above zero (+0 gets it), those below zero that do not round to it.
 SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,

@@ -11,7 +11,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import divide_ftz, flush, multiply_ftz
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import ONE, TensorScale
+from fp4kit.reference.scaling import ONE, TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed
@@ -51,7 +51,7 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
         return multiply(scaled, tensor.decode[..., None])
-    return divide(multiply(scaled, tensor.amax[..., None]), np.float32(6 * recipe.scale_max))
+    return divide(multiply(scaled, tensor.amax[..., None]), full_range(recipe))
 
 
 def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

@@ -24,6 +24,8 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
+#include "../../cuda/kernels/rules/block_rules_powers.cuh"
+#include "../../cuda/kernels/rules/block_rules_serving.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
 // rcp.approx.ftz.f32 of sm_90: its difference from the rounded reciprocal, in ulp, for every significand: the table of reference/arith.py,
