@@ -16,7 +16,14 @@ pytestmark = ON_GPU
 PRODUCERS = ("vllm", "triton", "quark", "auto", "fouroversix", "sglang", "deepgemm", "qwix")
 NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
 FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
-    *("nvfp4-vllm-emulation", "nvfp4-fouroversix-6", "mxfp4-vllm", "mxfp4-triton-kernels", "mxfp4-quark-floor"),
+    *(
+        "nvfp4-vllm-emulation",
+        "nvfp4-fouroversix-absmax",
+        "nvfp4-fouroversix-mae",
+        "mxfp4-vllm",
+        "mxfp4-triton-kernels",
+        "mxfp4-quark-floor",
+    ),
     *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix"),
 )
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)

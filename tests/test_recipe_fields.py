@@ -52,6 +52,12 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "scale_max of zero": ("nvfp4-te", {"scale_max": 0}, V, "scale_max is 0; needs a positive value of E4M3"),
     "scale_max between values": ("nvfp4-te", {"scale_max": 300}, V, "scale_max is 300; needs a positive value of E4M3"),
     "scale_max too large": ("nvfp4-te", {"scale_max": 512}, V, "scale_max is 512; needs a positive value of E4M3"),
+    "lanes of one scale": ("nvfp4-te", {"lane_sums": True}, V, "lane_sums is True; needs four_over_six"),
+    "lanes of rows": ("nvfp4-fouroversix", {"block": (16, 16)}, V, "lane_sums is True; needs blocks of one row of 8 to 24"),
+    "largest error, flushed": (
+        "nvfp4-flashinfer-4over6-mse-256", {"four_over_six": "max"}, V, "four_over_six is 'max'; needs blocks of one row, and",
+    ),
+    "static by amax": ("mxfp4-quark-even", {"static": True}, V, "static is True; needs False: block_rule 'e8m0_quark_even' asks"),
     "one level": ("nvfp4-qwix", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "writes scales of one level; needs 'none'"),
     # scale, block and rules
     "E8M0 under an E4M3 rule": ("nvfp4-te", {"scale": E8M0}, V, "scale is E8M0; block_rule 'te' writes E4M3"),
@@ -93,8 +99,8 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "te of no amax": ("nvfp4-torchao-single", {"decode_rule": "te"}, V, "decode_rule is 'te'; needs a tensor_rule"),
     "int of blocks": ("nvfp4-te", {"decode_rule": "int_modelopt"}, V, "scale is E4M3; this rule reads None"),
     # 4over6
-    "4over6 without its rule": ("nvfp4-te", {"four_over_six": "mae"}, V, "block_rule is 'te'; needs 'mae' or 'mse' with"),
-    "4over6 without an error": ("nvfp4-te-4over6-mae-448", {"four_over_six": None}, V, "needs 'mae' or 'mse' with"),
+    "4over6 without its rule": ("nvfp4-te", {"four_over_six": "mae"}, V, "block_rule is 'te'; needs 'mae', 'mse' or 'max' with"),
+    "4over6 without an error": ("nvfp4-te-4over6-mae-448", {"four_over_six": None}, V, "needs 'mae', 'mse' or 'max' with"),
     "fast error": ("nvfp4-te", {"fast_error": True}, V, "fast_error is True; needs four_over_six"),
     "fast flushed error": ("nvfp4-flashinfer-4over6-mae-448", {"fast_error": True}, V, "is not defined with flush"),
     "4over6 of E3M0": ("nvfp4-te-4over6-mae-448", {"element": E3M0}, V, "block_rule 'four_over_six' is for elements up to 6"),

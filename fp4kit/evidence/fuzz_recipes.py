@@ -112,7 +112,9 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
     """4over6 chooses scales by itself; a fake rule takes block amaxes only where there are block scales."""
-    return {} if r.four_over_six or r.scale is None else {"static": bool(rng.random() < 0.5)}
+    if r.four_over_six or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
+        return {}
+    return {"static": bool(rng.random() < 0.5)}
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
@@ -164,7 +166,11 @@ def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
     if not r.four_over_six:
         return {}
-    return {"four_over_six": _pick(rng, ("mae", "mse")), "fast_error": bool(not r.flush and rng.random() < 0.5)}
+    exact, one_row = not r.flush and rng.random() < 0.5, r.block[0] == 1
+    lanes = exact and one_row and rng.random() < 0.5
+    error = _pick(rng, rules.ERRORS if exact and one_row else rules.ERRORS[:2])
+    fast = bool(not exact and not r.flush)
+    return {"four_over_six": error, "fast_error": fast, "lane_sums": bool(lanes)}
 
 
 CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {

@@ -12,7 +12,7 @@ SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
-ERRORS = ("mae", "mse")
+ERRORS = ("mae", "mse", "max")
 
 
 class BlockRule(NamedTuple):
@@ -60,8 +60,8 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "auto_round": BlockRule("E4M3", six=True),
     "quark": BlockRule("E4M3", "divide"),
     "quark_file": BlockRule("E4M3", "divide"),
-    "fouroversix": BlockRule("E4M3", encode=True, needs_tensor=True),
-    "fouroversix_4": BlockRule("E4M3", six=True, encode=True, needs_tensor=True),
+    "fouroversix": BlockRule("E4M3"),
+    "fouroversix_4": BlockRule("E4M3", six=True),
     "qwix": BlockRule("E4M3", "divide", one_level=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,

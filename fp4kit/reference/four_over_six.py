@@ -9,6 +9,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import divide_ftz, flush, multiply_ftz
+from fp4kit.reference.block_rules_serving import factor_fouroversix
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.scaling import ONE, TensorScale, full_range
@@ -20,12 +21,15 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.d
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
+    base = np.where(np.isnan(base), np.float32(0), base) if recipe.lane_sums else base
     scales = encode(base, E4M3)
     return scales, _encode_by(spread_rows(_factor(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
 
 
 def _factor(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """min(1 / (scale * S_dec), FLT_MAX)."""
+    """min(1 / (scale * S_dec), FLT_MAX); with lane_sums fouroversix's."""
+    if recipe.lane_sums:
+        return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
     multiply, divide = ARITHMETIC[recipe.flush]
     return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
 
@@ -55,7 +59,7 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Sum over the elements of a block, in their order, of |d| or d * d; float32, no fused multiply-add.
+    """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused multiply-add.
 
     d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
     """
@@ -65,11 +69,27 @@ def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: Te
     else:
         difference = _decoded(scaled, tensor, recipe) - blocks
     difference = flush(difference) if recipe.flush else difference
-    terms = np.abs(difference) if recipe.four_over_six == "mae" else difference * difference
+    terms = difference * difference if recipe.four_over_six == "mse" else np.abs(difference)
+    if recipe.four_over_six == "max":
+        return np.max(terms, axis=-1)
+    if recipe.lane_sums:
+        return _sum_lanes(terms)
     error = terms[..., 0]
     for i in range(1, terms.shape[-1]):
         error = error + terms[..., i]
     return error if recipe.block_rows == 1 else _sum_rows(error, recipe)
+
+
+def _sum_lanes(terms: np.ndarray) -> np.ndarray:
+    """Sums of at most 24 float32 as PyTorch adds them on a CPU: element i in lane i % 8, then the lanes in their order."""
+    vectors = terms.reshape(*terms.shape[:-1], -1, 8)
+    lanes = vectors[..., 0, :]
+    for i in range(1, vectors.shape[-2]):
+        lanes = lanes + vectors[..., i, :]
+    error = lanes[..., 0]
+    for i in range(1, 8):
+        error = error + lanes[..., i]
+    return error
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -49,6 +49,13 @@ struct block_quark_file : by_code {
   }
 };
 
+// fouroversix's factor of a scale, static or not.
+FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
+  const float inverse = 1.0f / (t.decode * scale);
+  if (!is_finite(t.decode)) return nan_value();
+  return scale == 0.0f ? 0.0f : is_finite(inverse) ? inverse : nan_value();
+}
+
 // A block's largest value at kTop: 0 is the element's own.
 template <int kTop>
 struct fouroversix_static : by_code {
@@ -59,8 +66,7 @@ struct fouroversix_static : by_code {
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    if (!(t.encode > 0.0f && is_finite(t.encode)) && t.amax != 0.0f) return nan_value();
-    return code == 0u ? 0.0f : 1.0f / (t.decode * decode_scale<R>(code));
+    return fouroversix_factor(decode_scale<R>(code), t);
   }
 };
 struct block_fouroversix : fouroversix_static<0> {};
