@@ -53,9 +53,9 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "scale_max between values": ("nvfp4-te", {"scale_max": 300}, V, "scale_max is 300; needs a positive value of E4M3"),
     "scale_max too large": ("nvfp4-te", {"scale_max": 512}, V, "scale_max is 512; needs a positive value of E4M3"),
     "lanes of one scale": ("nvfp4-te", {"lane_sums": True}, V, "lane_sums is True; needs four_over_six"),
-    "lanes of rows": ("nvfp4-fouroversix", {"block": (16, 16)}, V, "lane_sums is True; needs blocks of one row of 8 to 24"),
+    "lanes of four": ("nvfp4-fouroversix", {"block": (1, 4)}, V, "lane_sums is True; needs blocks of a multiple of 8 columns"),
     "largest error, flushed": (
-        "nvfp4-flashinfer-4over6-mse-256", {"four_over_six": "max"}, V, "four_over_six is 'max'; needs blocks of one row, and",
+        "nvfp4-flashinfer-4over6-mse-256", {"four_over_six": "max"}, V, "four_over_six is 'max'; needs neither flush nor",
     ),
     "static by amax": ("mxfp4-quark-even", {"static": True}, V, "static is True; needs False: block_rule 'e8m0_quark_even' asks"),
     "one level": ("nvfp4-qwix", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "writes scales of one level; needs 'none'"),

@@ -36,6 +36,8 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
     if r.four_over_six:
         yield not is_same(e, E2M1), f"4over6 of {e}", "E2M1"
+        in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
+        yield in_lanes, f"4over6 of blocks of {r.block_rows} rows by {'lane_sums' if r.lane_sums else 'max'}", "one row"
         shape = f"4over6 of blocks of {r.block_size} columns"
         yield r.block_size != FOUR_OVER_SIX_COLUMNS, shape, f"{FOUR_OVER_SIX_COLUMNS}"
 

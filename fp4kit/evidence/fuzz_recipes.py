@@ -166,11 +166,9 @@ def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
     if not r.four_over_six:
         return {}
-    exact, one_row = not r.flush and rng.random() < 0.5, r.block[0] == 1
-    lanes = exact and one_row and rng.random() < 0.5
-    error = _pick(rng, rules.ERRORS if exact and one_row else rules.ERRORS[:2])
-    fast = bool(not exact and not r.flush)
-    return {"four_over_six": error, "fast_error": fast, "lane_sums": bool(lanes)}
+    exact = bool(not r.flush and rng.random() < 0.5)
+    error = _pick(rng, rules.ERRORS if exact else rules.ERRORS[:2])
+    return {"four_over_six": error, "fast_error": not exact and not r.flush, "lane_sums": bool(exact and rng.random() < 0.5)}
 
 
 CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {

@@ -16,7 +16,8 @@ def recipes() -> Iterator[Recipe]:
     mse = of_format(
         NVFP4, "nvfp4-fouroversix", tensor_rule="fouroversix", block_rule="four_over_six", decode_rule="te", four_over_six="mse",
         lane_sums=True, scale_max=256, sign="negative", nan_code=0xB, amax_nan="propagate",
-        source=f"{_SOURCE} quantize_to_nvfp4", exact="its codes of mse, the default; nvfp4-te-4over6-mse-256 but for scales of 0",
+        source=f"{_SOURCE} quantize_to_nvfp4",
+        exact="its codes of mse, the default, in blocks of 16x16, too; nvfp4-te-4over6-mse-256 but for scales of 0",
     )  # fmt: skip
     yield mse
     yield replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact="its codes of mae")

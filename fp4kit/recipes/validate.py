@@ -196,10 +196,10 @@ def _check_four_over_six(r: Any) -> None:
         _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
     if r.fast_error and r.flush:
         _refuse(r, "fast_error", "is not defined with flush")
-    if r.lane_sums and (r.flush or r.fast_error or r.block_rows > 1 or r.block_size not in (8, 16, 24)):
-        _refuse(r, "lane_sums", "needs blocks of one row of 8 to 24, and neither flush nor fast_error")
-    if r.four_over_six == "max" and (r.flush or r.fast_error or r.block_rows > 1):
-        _refuse(r, "four_over_six", "needs blocks of one row, and neither flush nor fast_error")
+    if r.lane_sums and (r.flush or r.fast_error or r.block_size % 8):
+        _refuse(r, "lane_sums", "needs blocks of a multiple of 8 columns, and neither flush nor fast_error")
+    if r.four_over_six == "max" and (r.flush or r.fast_error):
+        _refuse(r, "four_over_six", "needs neither flush nor fast_error")
     _need_plain(r, "four_over_six", ("static",))
 
 

@@ -77,8 +77,9 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
 def factor_fouroversix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """1 / (S_dec * scale), 0 under a scale of 0; NaN where that or S_dec is infinite: masks multiply infinities with 0 there."""
-    inverse = ONE / (tensor.decode * decode_scale(codes))
-    factor = np.where(codes == 0, ZERO, np.where(np.isinf(inverse), NAN, inverse))
+    scale = decode_scale(codes)
+    inverse = ONE / (tensor.decode * scale)
+    factor = np.where(scale == 0, ZERO, np.where(np.isinf(inverse), NAN, inverse))
     return np.where(np.isfinite(tensor.decode), factor, NAN)
 
 

@@ -71,21 +71,37 @@ def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: Te
     difference = flush(difference) if recipe.flush else difference
     terms = difference * difference if recipe.four_over_six == "mse" else np.abs(difference)
     if recipe.four_over_six == "max":
-        return np.max(terms, axis=-1)
+        return np.max(_by_block(terms, recipe), axis=-1)
     if recipe.lane_sums:
-        return _sum_lanes(terms)
+        return _sum_lanes(_by_block(terms, recipe))
     error = terms[..., 0]
     for i in range(1, terms.shape[-1]):
         error = error + terms[..., i]
     return error if recipe.block_rows == 1 else _sum_rows(error, recipe)
 
 
+def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Terms (m, blocks, columns) as (rows of blocks, blocks, elements of a block); rows beyond m have none."""
+    rows, (m, count, columns) = recipe.block_rows, terms.shape
+    padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
+    padded[:m] = terms
+    return padded.reshape(-1, rows, count, columns).swapaxes(1, 2).reshape(-1, count, rows * columns)
+
+
 def _sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Sums of at most 24 float32 as PyTorch adds them on a CPU: element i in lane i % 8, then the lanes in their order."""
+    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are left.
+
+    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in their order,
+    and then the eight lanes.
+    """
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
-    lanes = vectors[..., 0, :]
-    for i in range(1, vectors.shape[-2]):
-        lanes = lanes + vectors[..., i, :]
+    count = vectors.shape[-2]
+    whole = count - count % 4
+    partial = [np.zeros(vectors.shape[:-2] + (8,), np.float32) for _ in range(4)]
+    for i in range(count):
+        which = i % 4 if i < whole else 0
+        partial[which] = partial[which] + vectors[..., i, :]
+    lanes = partial[0] + partial[1] + partial[2] + partial[3]
     error = lanes[..., 0]
     for i in range(1, 8):
         error = error + lanes[..., i]
