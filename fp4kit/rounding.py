@@ -31,12 +31,19 @@ def _round_ties_away(a: np.ndarray) -> np.ndarray:
     return floor + (a - floor >= a.dtype.type(0.5))
 
 
-# rn: nearest, ties to even; rz: toward zero; rna / rnz: nearest, ties away from / toward zero.
+def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
+    half = a.dtype.type(0.5)
+    return np.floor(a + half) - ((a - half) % 2 == 0)
+
+
+# rn: nearest, ties to even; rz: toward zero; rna / rnz: nearest, ties away from / toward zero; rns: rn by way of the rounded
+# sum a + 0.5, for which the number just below 0.5 is 1.
 ROUNDINGS: dict[str, Rounding] = {
     "rn": np.rint,
     "rz": np.floor,
     "rna": _round_ties_away,
     "rnz": _round_ties_to_zero,
+    "rns": _round_by_a_sum,
 }
 
 
@@ -66,7 +73,8 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
 
 # ---- one number, rounded once, to any format ------------------------------------------------------------------------------
 
-NAMES = (*ROUNDINGS, "rm", "rp", "rs")  # the last three, down, up and stochastic, read more than the magnitude
+# The last three, down, up and stochastic, read more than the magnitude; rns is a matter of float32.
+NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
 _FAR = 64  # a step by 2^64: a smaller magnitude rounds as this one does, under 32 random bits too
 
 

@@ -46,8 +46,9 @@ def oracle_magnitude(a, magnitudes, rounding):
     if rounding == "rz":
         return low
     middle = (magnitudes[low] + magnitudes[high]) / 2
-    tie = {"rn": low % 2 == 1, "rna": True, "rnz": False}[rounding]
-    return np.where((a > middle) | (a == middle) & tie, high, low)
+    tie = {"rn": low % 2 == 1, "rna": True, "rnz": False, "rns": low % 2 == 1}[rounding]
+    below_half = (rounding == "rns") & (a == np.nextafter(np.float32(magnitudes[1] / 2), np.float32(0)))
+    return np.where((a > middle) | (a == middle) & tie | below_half, high, low)
 
 
 def oracle(x, fmt, rounding):
@@ -224,13 +225,14 @@ def test_integers_have_one_zero(sign):
 
 @formats
 def test_ties_by_rounding(fmt):
-    """The four roundings of each midpoint: even code, lower, upper, lower."""
+    """The roundings of each midpoint: even code, lower, upper, lower, even."""
     middle = fmt.midpoints.astype(np.float32)
     lower = np.arange(len(middle))
     assert encode(middle, fmt, "rn").tolist() == (lower + lower % 2).tolist()
     assert encode(middle, fmt, "rz").tolist() == lower.tolist()
     assert encode(middle, fmt, "rna").tolist() == (lower + 1).tolist()
     assert encode(middle, fmt, "rnz").tolist() == lower.tolist()
+    assert encode(middle, fmt, "rns").tolist() == encode(middle, fmt, "rn").tolist()
 
 
 @formats

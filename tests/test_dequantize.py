@@ -78,7 +78,7 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
             assert_same_bits(fp4kit.dequantize(q, dtype), exact.astype(dtype))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321", name)])
+@pytest.mark.parametrize("name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)])
 def test_quantizing_again_changes_no_value(name):
     """Under the same tensor_amax; a power-of-two scale may halve while its codes double. MXFP4 of the old MLX loses there: a
     block whose largest value is 4 gets the nearest scale, which is half, and an 8 there is not."""
@@ -99,7 +99,10 @@ def test_quantizing_again_changes_no_code_of_te(name):
     assert_same_bits(codes_of(again), expected)
 
 
-@pytest.mark.parametrize("name", MX)
+LEAST = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")  # they have a least amax
+
+
+@pytest.mark.parametrize("name", [name for name in MX if name not in LEAST])
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
 def test_powers_of_two_shift_mx_scales_only(name, seed):

@@ -26,8 +26,10 @@ from fp4kit.reference.scaling import ONE, TensorScale
 from fp4kit.reference.stochastic import encode_stochastic, philox4x32
 
 # Recipes that no recorded array pins: their parts are those of recipes that have some.
-UNRECORDED = ("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat")
-UNRECORDED += ("mxfp8-mlx-metal-0321",)
+UNRECORDED = (
+    *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
+    *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
+)
 
 
 def typed(array):

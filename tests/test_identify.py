@@ -102,7 +102,8 @@ def test_variants() -> None:
     renamed = replace(RECIPES["mxfp4-ocp"], id="mine", rounding="rz")
     assert fp4kit.identify(fp4kit.quantize(x, renamed), x).verdict == "mine made these bytes"
     transformed = fp4kit.quantize(x, wide, hadamard=True)
-    assert "mxfp4-ocp with block=(1, 64) with hadamard=True" in fp4kit.identify(transformed, x).verdict
+    verdict = fp4kit.identify(transformed, x).verdict
+    assert "mxfp4-ocp with block=(1, 64)" in verdict and "with hadamard=True reproduces all bytes" in verdict
 
 
 def test_larger_than_the_probe_and_other_shapes() -> None:

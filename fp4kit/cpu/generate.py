@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key
+from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.traits import decode_rule, format_struct, then_encodes
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
@@ -94,6 +94,7 @@ def _decode(r: Recipe) -> list[str]:
         f"using Element = {_format(r.element)};",
         f"using Scale = {_format(r.scale or E4M3)};",
         f"using DecodeRule = {decode_rule(r)};",
+        f"using TensorRule = tensor_{top_rule(r)};",
         f"static constexpr int kScaleMax = {r.scale_max};",
         f"static constexpr bool kHasScales = {_bool(r.scale is not None)};",
     ]

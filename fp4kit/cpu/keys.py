@@ -12,6 +12,7 @@ from fp4kit import formats
 from fp4kit.cuda.traits import is_same, then_encodes
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.rules import TOPS
 
 
 def rule_key(r: Recipe) -> str | None:
@@ -35,7 +36,13 @@ def element_key(r: Recipe) -> str:
 
 def decode_key(r: Recipe) -> str:
     """Of what makes a value of a code, a block scale's code and a tensor scale."""
-    return f"{r.decode_rule} {_name(r.element)} {_name(r.scale) if r.scale is not None else 'none'} {r.scale_max}"
+    scale = "none" if r.scale is None else _name(r.scale)
+    return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
+
+
+def top_rule(r: Recipe) -> str:
+    """The tensor rule where it says what a scale of 1 covers; else "none"."""
+    return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
 GRAIN = 32  # elements that lie in a block, where it has not 16

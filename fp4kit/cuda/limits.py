@@ -11,7 +11,6 @@ from fp4kit.formats import E2M1, ElementFormat
 from fp4kit.recipes import Recipe
 
 WIDEST = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
-ROUNDINGS = ("rn", "rz", "rnz", "first")
 FOUR_OVER_SIX_COLUMNS = 16
 
 
@@ -32,11 +31,13 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Whether something is wrong, what it is, and what is needed."""
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "numbers within 2^-100 ... 2^100"
-    yield r.rounding not in ROUNDINGS, f"rounding={r.rounding!r} of {e}", "'rn', 'rz', 'rnz' or 'first'"
+    yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"
     lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
     if r.four_over_six:
         yield not is_same(e, E2M1), f"4over6 of {e}", "E2M1"
+        in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
+        yield in_lanes, f"4over6 of blocks of {r.block_rows} rows by {'lane_sums' if r.lane_sums else 'max'}", "one row"
         shape = f"4over6 of blocks of {r.block_size} columns"
         yield r.block_size != FOUR_OVER_SIX_COLUMNS, shape, f"{FOUR_OVER_SIX_COLUMNS}"
 

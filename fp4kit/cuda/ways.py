@@ -141,7 +141,8 @@ def _takes_patch(w: Work) -> bool:
 def _takes_table(w: Work) -> bool:
     r = w.recipe
     square = r.block == (16, 16) and r.amax_nan == "propagate"
-    known = r.four_over_six is not None and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
+    sums = r.four_over_six in ("mae", "mse") and not r.lane_sums
+    known = sums and (r.block == (1, 16) or square) and r.tensor_scaling == "tensor"
     plain = _by_rows(w) and not (w.values or w.grouped)
     return known and plain and w.dtype == BFLOAT16 and w.shape[0] * w.shape[1] >= TABLE_LEAST
 

@@ -121,6 +121,42 @@ def _skip_cpu_only_rows(case: Case) -> Mask:
     return np.broadcast_to(cpu_only & differs, case.x.shape)
 
 
+def _skip_nonfinite_tensor(case: Case) -> Mask:
+    """fouroversix: a tensor with inf or NaN has NaN codes, and scales that go by the processor."""
+    return np.full(case.x.shape, not np.isfinite(_block_amax(case)).all())
+
+
+def _skip_nan_element(case: Case) -> Mask:
+    """triton_kernels: the sign of the code of an element that is NaN, or became it of inf * 0."""
+    return ~np.isfinite(case.x.astype(np.float32))
+
+
+def _skip_infinite_quotient(case: Case) -> Mask:
+    """Quark packs an infinity as 4: a tensor with inf or NaN, and elements whose quotient overflows, under the scale 2^-23."""
+    scale = case.part("global_scale")
+    if scale is None or not np.isfinite(scale).all():
+        return np.ones(case.x.shape, bool)
+    zero = np.repeat(decode(case.q.block_scale, case.recipe.scale or E8M0) == 0, case.recipe.block_size, axis=1)
+    return zero & (np.abs(case.x.astype(np.float64)) * 2.0**23 >= 2.0**128)
+
+
+def _skip_applied_scale(case: Case) -> Mask:
+    """Quark's values under scales that it stores as others (the file has them), and blocks with inf or NaN."""
+    skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
+    if applied is None:
+        return skip
+    stored = decode(case.part("scales"), case.recipe.scale or E8M0)
+    return skip | np.repeat(applied != stored, case.recipe.block_size, axis=1)
+
+
+def _skip_overflowing_value(case: Case) -> Mask:
+    """auto-round packs values, and loses the codes of those beyond the largest of the dtype."""
+    scale = np.repeat(decode(case.q.block_scale, case.recipe.scale or E8M0), case.recipe.block_size, axis=1)
+    codes = unpack(case.q.packed) if case.recipe.is_packed else case.q.packed
+    with np.errstate(all="ignore"):
+        return ~np.isfinite((decode(codes, case.recipe.element) * scale).astype(case.x.dtype).astype(np.float32))
+
+
 # ---- the comparison -----------------------------------------------------------------------------------------------------
 
 
@@ -142,9 +178,12 @@ class Case:
 
     def part(self, part: str) -> np.ndarray | None:
         """A recorded array; the one that a GPU gave where there are two. bfloat16 comes typed."""
-        for file in (f"{self.row.file.removesuffix('_fake')}_h200", self.row.file):
-            if self.key(part) in self.golden.keys(file):
-                array = self.golden.get(file, self.key(part))
+        places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
+        if self.row.on_gpu:
+            places.insert(0, ("producers_h200", f"{self.name}/{self.row.file}_{self.row.variant}/{part}"))
+        for file, key in places:
+            if key in self.golden.keys(file):
+                array = self.golden.get(file, key)
                 return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
         return None
 
@@ -179,7 +218,13 @@ SKIPS: dict[str, Callable[[Case], Mask]] = {
     "uncertain": _skip_uncertain,
     "undefined": _skip_undefined,
     "cpu_only_rows": _skip_cpu_only_rows,
+    "nonfinite_tensor": _skip_nonfinite_tensor,
+    "nan_element": _skip_nan_element,
+    "infinite_quotient": _skip_infinite_quotient,
+    "applied_scale": _skip_applied_scale,
+    "overflowing_value": _skip_overflowing_value,
 }
+SKIPPED_SCALES = ("nonfinite_block", "overflowing_block", "nonfinite_tensor")  # blocks whose scales are not compared either
 
 
 def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[Case]:
@@ -224,7 +269,7 @@ def _arrays(case: Case) -> Compared:
         yield case.key("codes"), *_element_codes(case, codes), skip.T if case.row.columnwise_in_place else skip
     if scales is not None:
         ours = case.q.block_scale.T if case.row.columnwise_in_place else case.q.block_scale
-        by_block = skip[:, :: case.recipe.block_size] if case.row.skip in ("nonfinite_block", "overflowing_block") else np.False_
+        by_block = skip[:, :: case.recipe.block_size] if case.row.skip in SKIPPED_SCALES else np.False_
         yield (
             case.key("scales"),
             _unsign_nan(ours, case.recipe.scale),
@@ -266,12 +311,13 @@ def _tensor_arrays(case: Case) -> Compared:
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     none = np.False_
     if amax is not None and not case.row.given:
-        yield case.key("global_amax"), case.q.tensor_amax.reshape(-1), amax.reshape(-1), none
+        ours = np.maximum(case.q.tensor_amax, np.float32(case.row.least_amax))
+        yield case.key("global_amax"), ours.reshape(-1), amax.reshape(-1), none
     if scale is not None and case.row.given == "global_scale":
         yield case.key("global_scale"), case.q.tensor_amax.reshape(-1), scale, none
     elif scale is not None and case.q.tensor_amax is not None:
         ours = tensor_scale(case.q.tensor_amax, case.recipe, case.x.dtype)
-        decode_direction = case.row.file in ("modelopt", "ao")
+        decode_direction = case.row.file in ("modelopt", "ao", "quark")
         yield case.key("global_scale"), (ours.decode if decode_direction else ours.encode).reshape(-1), scale.reshape(-1), none
     if block is not None and not case.row.given:
         yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
@@ -280,11 +326,11 @@ def _tensor_arrays(case: Case) -> Compared:
 def _fake_arrays(case: Case) -> Compared:
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
-    output = case.part("output") if case.part("output") is not None else case.part("dequant")
-    if output is not None:
-        y = case.ops.fake_quantize(case.x, case.recipe, **arguments)
-        name = "dequant" if case.part("output") is None else "output"
-        yield case.key(name), y.astype(output.dtype), output, skip
+    for name in ("output", "dequant"):
+        output = case.part(name)
+        if output is not None:
+            y = case.ops.fake_quantize(case.x, case.recipe, **arguments)
+            yield case.key(name), y.astype(output.dtype), output, skip
     gradient = case.part("grad_clip")
     if gradient is not None:
         upstream = case.golden.get(case.row.file, f"{case.name}/upstream/grad_out")

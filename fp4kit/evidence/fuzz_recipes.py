@@ -19,8 +19,8 @@ from fp4kit.recipes import RECIPES, Recipe, rules
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
 E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
-E4M3_RULES = ("te", "torchao", "modelopt", "gguf", "mlx", "mlx_metal")
-TENSOR_SCALE_RULES = ("te", "torchao", "modelopt", "mlx", "mlx_metal", "modelopt_static", "compressed_tensors")
+E4M3_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E4M3" and rule.flush is False)
+TENSOR_SCALE_RULES = tuple(name for name in E4M3_RULES if not rules.BLOCK_RULES[name].one_level)
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
 E8M0_DECODE = tuple(name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",))
 FIELDS = tuple(field.name for field in fields(Recipe))
@@ -116,7 +116,9 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
     """4over6 chooses scales by itself; a fake rule takes block amaxes only where there are block scales."""
-    return {} if r.four_over_six or r.scale is None else {"static": bool(rng.random() < 0.5)}
+    if r.four_over_six or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
+        return {}
+    return {"static": bool(rng.random() < 0.5)}
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
@@ -170,7 +172,9 @@ def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
     if not r.four_over_six:
         return {}
-    return {"four_over_six": _pick(rng, ("mae", "mse")), "fast_error": bool(not r.flush and rng.random() < 0.5)}
+    exact = bool(not r.flush and rng.random() < 0.5)
+    error = _pick(rng, rules.ERRORS if exact else rules.ERRORS[:2])
+    return {"four_over_six": error, "fast_error": not exact and not r.flush, "lane_sums": bool(exact and rng.random() < 0.5)}
 
 
 CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fp4kit.evidence.rows_serving import serving_rows
+
 
 @dataclass(frozen=True)
 class Row:
@@ -16,7 +18,8 @@ class Row:
     amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are cast.
     decoded: values of the codes are compared, too. raw: how the file's own bytes are made of codes and scales, a key of RAW.
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
-    columnwise codes as (M, K) and their scales as (M/block, K).
+    columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
+    on_gpu: producers_h200 has the arrays, under <file>_<variant>, that differ on a GPU from those of the file.
     """
 
     recipe: str
@@ -32,6 +35,8 @@ class Row:
     widen: bool = False
     decoded: bool = False
     raw: str = ""
+    least_amax: float = 0.0
+    on_gpu: bool = False
 
 
 def _te_rows() -> Iterator[Row]:
@@ -134,5 +139,5 @@ def _mlx_rows() -> Iterator[Row]:
 
 ROWS: tuple[Row, ...] = (
     *_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows(),
-    *_gguf_rows(), *_mlx_rows(),
+    *_gguf_rows(), *_mlx_rows(), *serving_rows(Row),
 )  # fmt: skip

@@ -145,8 +145,8 @@ def identify(q: Quantized, x: Any) -> Identification:
 
     >>> import fp4kit, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
-    >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-torchao-ceil"), x).verdict
-    'mxfp4-torchao-ceil made these bytes'
+    >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
+    'mxfp4-triton-kernels-down made these bytes'
     """
     q = check.check_quantized("identify", q)
     q, x = on_host("identify: q", q), on_host("identify: x", x)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUNDINGS = ("rn", "rz", "rna", "rnz", "first")
+ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "first")
 SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
-ERRORS = ("mae", "mse")
+ERRORS = ("mae", "mse", "max")
 
 
 class BlockRule(NamedTuple):
@@ -21,7 +21,8 @@ class BlockRule(NamedTuple):
     scale: name of the scale format that it writes. apply: what its factor does to elements. six: written for elements up to 6.
     needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
     too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale. then_encode: that is no
-    part of its factor: elements meet it afterwards. alone: no tensor scale stands above it.
+    part of its factor: elements meet it afterwards. reads_amax: its factor is not that of the code alone. one_level: it knows no
+    tensor scale.
     """
 
     scale: str
@@ -31,10 +32,12 @@ class BlockRule(NamedTuple):
     flush: bool | None = False
     encode: bool = False
     then_encode: bool = False
-    alone: bool = False
+    reads_amax: bool = False
+    one_level: bool = False
 
 
 _POWER = BlockRule("E8M0", flush=None)
+_POWER_OF_AMAX = BlockRule("E8M0", flush=None, reads_amax=True)
 BLOCK_RULES: dict[str, BlockRule] = {
     "te": BlockRule("E4M3", six=True),
     "flashinfer": BlockRule("E4M3", six=True, flush=True, encode=True),
@@ -55,13 +58,37 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "e8m0_modelopt": _POWER,
     "e8m0_compressed_tensors": _POWER,
     # llama.cpp and MLX
-    "gguf": BlockRule("E4M3", "compare", alone=True),
+    "gguf": BlockRule("E4M3", "compare", one_level=True),
     "e8m0_gguf": BlockRule("E8M0", "compare"),
     "mlx": BlockRule("E4M3", "divide", encode=True, then_encode=True),
     "mlx_metal": BlockRule("E4M3", encode=True),
     "e8m0_mlx": BlockRule("E8M0", "divide"),
     "e8m0_mlx_0321": BlockRule("E8M0", "divide"),
     "e8m0_mlx_metal_0321": _POWER,
+    # vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
+    "vllm": BlockRule("E4M3", six=True),
+    "auto_round": BlockRule("E4M3", six=True),
+    "quark": BlockRule("E4M3", "divide"),
+    "quark_file": BlockRule("E4M3", "divide"),
+    "fouroversix": BlockRule("E4M3"),
+    "fouroversix_4": BlockRule("E4M3", six=True),
+    "qwix": BlockRule("E4M3", "divide", one_level=True),
+    "e8m0_even_finite": _POWER,
+    "e8m0_even_normal": _POWER,
+    "e8m0_quark_even": _POWER_OF_AMAX,
+    "e8m0_quark_floor": BlockRule("E8M0", "divide", reads_amax=True),
+    "e8m0_quark_ceil": BlockRule("E8M0", "divide", reads_amax=True),
+    "e8m0_triton_up": _POWER,
+    "e8m0_triton_down": _POWER,
+    "e8m0_fouroversix": _POWER,
+    "e8m0_fouroversix_4": _POWER,
+    "e8m0_deepgemm": _POWER,
+    "e8m0_auto_round": _POWER_OF_AMAX,
+    "e8m0_auto_round_rceil": _POWER_OF_AMAX,
+    "e8m0_auto_round_rceil_v2": _POWER_OF_AMAX,
+    "e8m0_sglang": _POWER_OF_AMAX,
+    "e8m0_sglang_kv": _POWER_OF_AMAX,
+    "e8m0_qwix": _POWER_OF_AMAX,
 }
 
 # What a tensor scale stands over: "E4M3" block scales; none, with "float" or "integer" elements.
@@ -76,7 +103,15 @@ TENSOR_RULES: dict[str, str] = {
     "fp8_modelopt": "float",
     "int_modelopt": "integer",
     "int4_qat": "integer",
+    "vllm": "E4M3",
+    "auto_round": "E4M3",
+    "quark": "E4M3",
+    "fouroversix": "E4M3",
+    "fouroversix_4": "E4M3",
 }
+
+# The largest element of those whose scale of 1 covers less than that of the format times the largest block scale.
+TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):

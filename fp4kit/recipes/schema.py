@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
@@ -27,7 +27,9 @@ class Recipe:
     amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
     flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
     nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
-    four_over_six: None, "mae" or "mse": each block takes the better of two scales, block maximum at 6 or at 4.
+    four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4, by the mean
+        absolute, mean squared or largest error.
+    lane_sums: 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are zeros (fouroversix).
     fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
     scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
     static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
@@ -58,8 +60,9 @@ class Recipe:
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
     flush: bool = False
     round_scaled: bool = False
-    four_over_six: Literal["mae", "mse"] | None = None
+    four_over_six: Literal["mae", "mse", "max"] | None = None
     fast_error: bool = False
+    lane_sums: bool = False
     scale_max: int = 448
     static: bool = False
     narrow: bool = False
@@ -117,6 +120,15 @@ class Recipe:
     def format_name(self) -> str:
         """NVFP4, MXFP4, ...: the first part of the id."""
         return self.id.split("-", 1)[0].upper()
+
+
+class Alias(NamedTuple):
+    """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what not."""
+
+    id: str
+    of: str
+    source: str
+    exact: str
 
 
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:

@@ -7,10 +7,32 @@ import difflib
 from dataclasses import fields
 from typing import Any
 
-from fp4kit.recipes import compressed_tensors, flashinfer, gguf, microxcaling, mlx, modelopt, ocp, qat, te, torchao
-from fp4kit.recipes.schema import Recipe
+from fp4kit.recipes import (
+    auto_round,
+    compressed_tensors,
+    deepgemm,
+    flashinfer,
+    fouroversix,
+    gguf,
+    microxcaling,
+    mlx,
+    modelopt,
+    ocp,
+    qat,
+    quark,
+    qwix,
+    sglang,
+    te,
+    torchao,
+    triton_kernels,
+    vllm,
+)
+from fp4kit.recipes.schema import Alias, Recipe
 
-_PRODUCERS = (ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx)
+_PRODUCERS = (
+    *(ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx),
+    *(vllm, triton_kernels, quark, auto_round, fouroversix, sglang, deepgemm, qwix),
+)
 _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
@@ -21,11 +43,13 @@ def _table() -> dict[str, Recipe]:
 
 RECIPES: dict[str, Recipe] = _table()
 
+# Producers whose codes another's recipe gives, and what of them it does not.
+PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(),)}
+
 # Two names, one rule.
-ALIASES = {
-    "nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp",
-    "mxfp4-mlx-metal": "mxfp4-torchao-rceil", "mxfp8-mlx-metal": "mxfp8-te",  # 0.32.2 and later, but for blocks with inf or NaN
-}  # fmt: skip
+ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"} | {
+    alias.id: alias.of for alias in PRODUCER_ALIASES.values()
+}
 
 
 def recipes() -> tuple[str, ...]:
@@ -33,7 +57,7 @@ def recipes() -> tuple[str, ...]:
 
     >>> import fp4kit
     >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (86, 'nvfp4-te')
+    (124, 'nvfp4-te')
     """
     return tuple(RECIPES)
 

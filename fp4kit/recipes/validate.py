@@ -13,7 +13,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
 from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
-_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "static", "narrow", "fake_only")
+_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "lane_sums", "static", "narrow", "fake_only")
 _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
     "tensor_scaling": (rules.TENSOR_SCALINGS, False),
     "tensor_rule": (rules.TENSOR_RULES, True),
@@ -136,12 +136,14 @@ def _check_block_rule(r: Any) -> None:
         _refuse(r, "element", f"block_rule {r.block_rule!r} is for elements up to {E2M1.max:g}, such as E2M1")
     if r.apply != rule.apply:
         _refuse(r, "apply", f"block_rule {r.block_rule!r} gives a factor to {rule.apply} with")
-    if rule.alone and r.tensor_rule is not None:
-        _refuse(r, "tensor_rule", f"block_rule {r.block_rule!r} has no tensor scale above it; needs None")
     if rule.flush is not None and r.flush != rule.flush:
         _refuse(r, "flush", f"block_rule {r.block_rule!r} needs {rule.flush}")
     if rule.needs_tensor and r.tensor_scaling not in ("tensor", "row"):
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} needs 'tensor' or 'row': it reads the tensor's amax")
+    if rule.reads_amax and r.static:
+        _refuse(r, "static", f"needs False: block_rule {r.block_rule!r} asks elements for their own amax again")
+    if rule.one_level and r.tensor_scaling != "none":
+        _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} writes scales of one level; needs 'none'")
     if r.tensor_scaling == "block":
         _refuse(r, "tensor_scaling", f"block_rule {r.block_rule!r} gives each block its scale; needs 'none', 'tensor' or 'row'")
 
@@ -180,10 +182,13 @@ def _check_decode_rule(r: Any) -> None:
 
 def _check_four_over_six(r: Any) -> None:
     if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
-        _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs 'mae' or 'mse' with 'four_over_six', else None")
+        needed = "'mae', 'mse' or 'max' with 'four_over_six', else None"
+        _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs {needed}")
     if r.four_over_six is None:
         if r.fast_error:
             _refuse(r, "fast_error", "needs four_over_six")
+        if r.lane_sums:
+            _refuse(r, "lane_sums", "needs four_over_six")
         return
     if r.element != E2M1:
         _refuse(r, "element", "four_over_six needs E2M1")
@@ -191,6 +196,10 @@ def _check_four_over_six(r: Any) -> None:
         _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
     if r.fast_error and r.flush:
         _refuse(r, "fast_error", "is not defined with flush")
+    if r.lane_sums and (r.flush or r.fast_error or r.block_size % 8):
+        _refuse(r, "lane_sums", "needs blocks of a multiple of 8 columns, and neither flush nor fast_error")
+    if r.four_over_six == "max" and (r.flush or r.fast_error):
+        _refuse(r, "four_over_six", "needs neither flush nor fast_error")
     _need_plain(r, "four_over_six", ("static",))
 
 

@@ -21,22 +21,9 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference import block_rules_gguf_mlx, block_rules_powers, block_rules_serving
 from fp4kit.reference.arith import INV6, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
-from fp4kit.reference.block_rules_gguf_mlx import (  # noqa: F401  (found by name below)
-    code_e8m0_gguf,
-    code_e8m0_mlx,
-    code_e8m0_mlx_0321,
-    code_e8m0_mlx_metal_0321,
-    code_gguf,
-    code_mlx,
-    code_mlx_metal,
-    factor_e8m0_gguf,
-    factor_e8m0_mlx,
-    factor_e8m0_mlx_0321,
-    factor_gguf,
-    factor_mlx,
-    factor_mlx_metal,
-)
+from fp4kit.reference.block_arith import decode_scale, inverse_e8m0
 from fp4kit.reference.codec import decode, encode, encode_e8m0
 from fp4kit.reference.scaling import ONE, TensorScale, round_to
 from fp4kit.rounding import exponent_field
@@ -59,13 +46,9 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 # ---- E4M3 scales ----------------------------------------------------------------------------------------------------------
 
 
-def _decode_scale(codes: np.ndarray) -> np.ndarray:
-    return decode(codes, E4M3)
-
-
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """scale * S_dec, which elements are divided by."""
-    return _decode_scale(codes) * tensor.decode
+    return decode_scale(codes) * tensor.decode
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
@@ -79,7 +62,7 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """min(1 / (scale * S_dec), FLT_MAX): FLT_MAX under a scale that is 0, where codes saturate although they decode to 0."""
-    return _minimum(recipe)(ONE / (_decode_scale(codes) * tensor.decode), FLT_MAX)
+    return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
 def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -89,7 +72,7 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
 def factor_flashinfer(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """rcp(scale * rcp(gs)), 0 for amax = 0. ftz."""
-    factor = reciprocal_approx_ftz(multiply_ftz(_decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
+    factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
 
 
@@ -102,7 +85,7 @@ def factor_flashinfer_precise(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
     """min(1 / (scale * (1 / S_enc)), FLT_MAX), 0 for amax = 0. ftz."""
-    factor = divide_ftz(ONE, multiply_ftz(_decode_scale(codes), divide_ftz(ONE, tensor.encode)))
+    factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
 
 
@@ -127,7 +110,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
 def factor_torchao(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """(1 / S_dec) / scale."""
-    return tensor.encode / _decode_scale(codes)
+    return tensor.encode / decode_scale(codes)
 
 
 def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -140,17 +123,10 @@ def factor_compressed_tensors(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
     """scale / gs, which elements are divided by."""
-    return _decode_scale(codes) / tensor.encode
+    return decode_scale(codes) / tensor.encode
 
 
 # ---- E8M0 scales ----------------------------------------------------------------------------------------------------------
-
-
-def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
-    """float32 2^(127 - code); 254 -> 2^-127 (a subnormal), 255 -> NaN."""
-    exponent = 254 - codes.astype(np.int32)
-    bits = np.where(exponent > 0, exponent << 23, 0x00400000)
-    return np.where(codes == 255, np.float32(np.nan), bits.astype(np.int32).view(np.float32))
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -246,9 +222,12 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # by the scale format: of rules that have none of their own
 
 
+_FUNCTIONS = {**vars(block_rules_gguf_mlx), **vars(block_rules_powers), **vars(block_rules_serving), **globals()}
+
+
 def _rule(name: str, scale: str) -> BlockRule:
     """The functions of a rule's name."""
-    return BlockRule(globals()[f"code_{name}"], globals().get(f"factor_{name}", _FACTORS[scale]))
+    return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}", _FACTORS[scale]))
 
 
 BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if name != "four_over_six"}

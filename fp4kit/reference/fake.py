@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.block_rules import inverse_e8m0
+from fp4kit.reference.block_arith import inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode, encode_e8m0
 from fp4kit.reference.scaling import ONE, TINY_AMAX, round_to

@@ -9,9 +9,10 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import divide_ftz, flush, multiply_ftz
+from fp4kit.reference.block_rules_serving import factor_fouroversix
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import ONE, TensorScale
+from fp4kit.reference.scaling import ONE, TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed
@@ -20,12 +21,15 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.d
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
+    base = np.where(np.isnan(base), np.float32(0), base) if recipe.lane_sums else base
     scales = encode(base, E4M3)
     return scales, _encode_by(spread_rows(_factor(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
 
 
 def _factor(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """min(1 / (scale * S_dec), FLT_MAX)."""
+    """min(1 / (scale * S_dec), FLT_MAX); with lane_sums fouroversix's."""
+    if recipe.lane_sums:
+        return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
     multiply, divide = ARITHMETIC[recipe.flush]
     return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
 
@@ -51,11 +55,11 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
         return multiply(scaled, tensor.decode[..., None])
-    return divide(multiply(scaled, tensor.amax[..., None]), np.float32(6 * recipe.scale_max))
+    return divide(multiply(scaled, tensor.amax[..., None]), full_range(recipe))
 
 
 def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Sum over the elements of a block, in their order, of |d| or d * d; float32, no fused multiply-add.
+    """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused multiply-add.
 
     d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
     """
@@ -65,11 +69,43 @@ def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: Te
     else:
         difference = _decoded(scaled, tensor, recipe) - blocks
     difference = flush(difference) if recipe.flush else difference
-    terms = np.abs(difference) if recipe.four_over_six == "mae" else difference * difference
+    terms = difference * difference if recipe.four_over_six == "mse" else np.abs(difference)
+    if recipe.four_over_six == "max":
+        return np.max(_by_block(terms, recipe), axis=-1)
+    if recipe.lane_sums:
+        return _sum_lanes(_by_block(terms, recipe))
     error = terms[..., 0]
     for i in range(1, terms.shape[-1]):
         error = error + terms[..., i]
     return error if recipe.block_rows == 1 else _sum_rows(error, recipe)
+
+
+def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Terms (m, blocks, columns) as (rows of blocks, blocks, elements of a block); rows beyond m have none."""
+    rows, (m, count, columns) = recipe.block_rows, terms.shape
+    padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
+    padded[:m] = terms
+    return padded.reshape(-1, rows, count, columns).swapaxes(1, 2).reshape(-1, count, rows * columns)
+
+
+def _sum_lanes(terms: np.ndarray) -> np.ndarray:
+    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are left.
+
+    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in their order,
+    and then the eight lanes.
+    """
+    vectors = terms.reshape(*terms.shape[:-1], -1, 8)
+    count = vectors.shape[-2]
+    whole = count - count % 4
+    partial = [np.zeros((*vectors.shape[:-2], 8), np.float32) for _ in range(4)]
+    for i in range(count):
+        which = i % 4 if i < whole else 0
+        partial[which] = partial[which] + vectors[..., i, :]
+    lanes = partial[0] + partial[1] + partial[2] + partial[3]
+    error = lanes[..., 0]
+    for i in range(1, 8):
+        error = error + lanes[..., i]
+    return error
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -46,8 +46,8 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def full_range(recipe: Recipe) -> np.float32:
-    """The amax that a tensor scale of 1 covers: element max times the largest block scale in use (2688 = 6 * 448)."""
-    return np.float32(recipe.element.max * np.float32(recipe.scale_max))
+    """The amax that a tensor scale of 1 covers: the largest element times the largest block scale in use (2688 = 6 * 448)."""
+    return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 
 
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
@@ -114,6 +114,34 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """decode = max(amax / 7, 1e-5); encode = 1 / decode (elements are divided by decode)."""
     decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
     return ONE / decode_scale, decode_scale
+
+
+def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """encode = (1 / max(amax, 1e-8)) * 2688, two roundings; decode = 1 / encode, 1e-8 for an encode of 0."""
+    encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
+    return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
+
+
+def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """encode = (1 / amax) * 2688, two roundings, 0 for amax = 0; decode = 1 / encode, 0 for an encode of 0."""
+    encode_scale = np.where(amax == 0, np.float32(0), ONE / amax) * full_range(recipe)
+    return encode_scale, np.where(encode_scale == 0, np.float32(0), ONE / encode_scale)
+
+
+def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """decode = amax / 2688, 2^-23 for 0; encode = 1 / decode."""
+    decode_scale = amax / full_range(recipe)
+    decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
+    return ONE / decode_scale, decode_scale
+
+
+def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """encode = 2688 / amax, decode = 1 / encode; 0, inf and NaN are not guarded."""
+    encode_scale = full_range(recipe) / amax
+    return encode_scale, ONE / encode_scale
+
+
+tensor_fouroversix_4 = tensor_fouroversix  # with 4 * 448: rules.TOPS
 
 
 TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {

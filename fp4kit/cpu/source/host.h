@@ -27,6 +27,8 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
 #include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"
+#include "../../cuda/kernels/rules/block_rules_powers.cuh"
+#include "../../cuda/kernels/rules/block_rules_serving.cuh"
 #include "../../cuda/kernels/rules/implied.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 

@@ -4,6 +4,8 @@
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 #include "block_rules_gguf_mlx.cuh"
+#include "block_rules_powers.cuh"
+#include "block_rules_serving.cuh"
 #include "decode.cuh"
 #include "random.cuh"
 

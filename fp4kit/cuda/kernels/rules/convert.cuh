@@ -8,7 +8,7 @@
 #include "ptx.cuh"
 #include "ptx_pairs.cuh"
 
-enum class Rounding { rn, rz, rnz, first };
+enum class Rounding { rn, rz, rnz, rna, rns, first };
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 template <class F>
@@ -25,8 +25,13 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   const u32 base = ((e - least) >> 23) << F::kMantissaBits;
   const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
   if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
+  if constexpr (kRounding == Rounding::rns) {  // rn of floor(v + 0.5), where the sum is rounded: the float below 0.5 makes 1
+    const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);
+    return bits_of(scaled) == bits_of(0.5f) - 1u ? 1u : base + (bits_of(a + magic) - bits_of(magic));
+  }
   if constexpr (kRounding == Rounding::rz) return base + (bits_of(add_rz(a, magic)) - bits_of(magic));
   const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);  // exact
+  if constexpr (kRounding == Rounding::rna) return base + static_cast<u32>(floorf(scaled)) + (scaled - floorf(scaled) >= 0.5f);
   return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
 }
 

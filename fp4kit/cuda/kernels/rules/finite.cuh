@@ -11,19 +11,22 @@ struct ShortWay {
   static constexpr bool kHalf = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Ties toward zero of exact products of 8 or 11 bits: what shrinks them by 2^-20 takes ties down and nothing else anywhere. A
-  // product that is rounded to 8 or 11 bits again, or flushed, loses that.
-  static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kRoundScaled && !R::kFlush;
+  // Ties toward and away from zero of exact products of 8 or 11 bits: what shrinks, or grows, them by 2^-20 moves ties and nothing else
+  // anywhere. A product that is rounded to 8 or 11 bits again, or flushed, loses that. None is the float below 0.5, of 24 bits.
+  static constexpr bool kExact = kHalf && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
+  static constexpr bool kGrow = R::kRounding == Rounding::rna && kExact && !R::kStochastic;
+  static constexpr float kNudge = kShrink ? 1.0f - 0x1p-20f : kGrow ? 1.0f + 0x1p-20f : 1.0f;
+  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact);
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
-  static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : R::kRounding == Rounding::rn || kShrink;
+  static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kEven || kShrink || kGrow;
   // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was flushed to.
   static constexpr bool kTold = (!R::kRoundScaled || In::kIsBfloat16) && !(kHalf && R::kFlush);
   static constexpr bool kOwnSigns = R::kSign == Sign::signbit || R::kSign == Sign::unsigned_zero;  // elements' own, but of codes of zero
   static constexpr bool kSigns = R::kStochastic || kOwnSigns || kTold;
   static constexpr bool kQuotient = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
   static constexpr bool kExists = kQuotient && !R::kThenEncode && !R::Element::kIsInteger && kRounding && kSigns;
-  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && !kShrink && !R::kRoundScaled &&
+  static constexpr bool kPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kEven && !R::kDivide && !R::kRoundScaled &&
                                  !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
   static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
@@ -57,7 +60,7 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   } else if constexpr (R::kDivide) {
     y = quotient_by(x, f.by, f.reciprocal);
   } else {
-    y = x * (ShortWay<R, In>::kShrink ? f.by * (1.0f - 0x1p-20f) : f.by);
+    y = x * (f.by * ShortWay<R, In>::kNudge);
   }
   if constexpr (R::kRoundScaled) y = round_to<In>(y);
   return y;

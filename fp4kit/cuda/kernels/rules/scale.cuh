@@ -11,8 +11,18 @@ struct TensorScale {
   float encode, decode, amax;
 };
 
+// The largest element of a tensor rule that covers less than the format has; 0: the format's.
+struct tensor_fouroversix_4;
+template <class Rule>
+struct Top { static constexpr float kValue = 0.0f; };
+template <>
+struct Top<tensor_fouroversix_4> { static constexpr float kValue = 4.0f; };
+
 template <class R>
-FP4KIT_DEVICE float full_range() { return max_of<typename R::Element>() * static_cast<float>(R::kScaleMax); }
+FP4KIT_DEVICE float full_range() {
+  constexpr float kTop = Top<typename R::TensorRule>::kValue;
+  return (kTop > 0.0f ? kTop : max_of<typename R::Element>()) * static_cast<float>(R::kScaleMax);
+}
 
 // ---- codes of block scales -------------------------------------------------------------------------------------------
 
@@ -123,6 +133,41 @@ struct tensor_int4_qat {
     return {1.0f / decode, decode, amax};
   }
 };
+
+struct tensor_vllm {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float floor = is_nan(amax) ? amax : fmaxf(amax, 1e-8f);
+    const float encode = 1.0f / floor * full_range<R>();
+    return {encode, 1.0f / (encode == 0.0f ? 1e8f : encode), amax};
+  }
+};
+
+struct tensor_auto_round {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = amax == 0.0f ? 0.0f : 1.0f / amax * full_range<R>();
+    return {encode, encode == 0.0f ? 0.0f : 1.0f / encode, amax};
+  }
+};
+
+struct tensor_quark {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float ratio = amax / full_range<R>(), decode = ratio == 0.0f ? 0x1p-23f : ratio;
+    return {1.0f / decode, decode, amax};
+  }
+};
+
+struct tensor_fouroversix {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = full_range<R>() / amax;
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
+struct tensor_fouroversix_4 : tensor_fouroversix {};
 
 // The tensor scale that covers block `block` of row `row`.
 enum class TensorScaling { none, tensor, row, block };

@@ -15,7 +15,8 @@ FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) 
 // Scale codes of the two candidates, amax at 6 and amax at 4, from a sixth of amax.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
-  const float base = multiply<R>(sixth, t.encode);
+  float base = multiply<R>(sixth, t.encode);
+  if (R::kLaneSums && is_nan(base)) base = 0.0f;
   six = encode_scale<R>(base);
   four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
@@ -23,6 +24,7 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
 // What elements are multiplied with under a scale.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
+  if constexpr (R::kLaneSums) return fouroversix_factor(scale, t);
   const float inverse = divide<R>(1.0f, multiply<R>(scale, t.decode));
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
@@ -71,14 +73,26 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Sum of the errors of elements under a scale, in their order.
+// Sum of the errors of elements under a scale, in their order, or in lanes; or the largest of them.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
+  const auto error_at = [&](float x) { return error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t); };
   float error = 0.0f;
-  for_each_element<kUnrolled>(run, [&](float x) {
-    error = error + error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t);
-  });
+  if constexpr (R::kLargestError) {
+    for_each_element<kUnrolled>(run, [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
+  } else if constexpr (R::kLaneSums) {
+    float lanes[8] = {};
+    int i = 0;
+    for_each_element<true>(run, [&](float x) {
+      lanes[i % 8] = lanes[i % 8] + error_at(x);
+      ++i;
+    });
+#pragma unroll
+    for (int lane = 0; lane < 8; ++lane) error = error + lanes[lane];
+  } else {
+    for_each_element<kUnrolled>(run, [&](float x) { error = error + error_at(x); });
+  }
   return error;
 }
 
@@ -140,7 +154,7 @@ template <class R, class In>
 FP4KIT_DEVICE NearScale near_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
   // Below 2^-60 the specification's squares lose bits.
-  const bool applies = is_ordinary(t) && unit > 0x1p-60f && magnitude_of(unit * factor - 1.0f) <= 0x1p-21f &&
+  const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f && magnitude_of(unit * factor - 1.0f) <= 0x1p-21f &&
                        takes_short_way<R, In>(0u, {factor, factor});
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
   constexpr float kCount = R::kBlock * R::kBlockRows;

@@ -1,0 +1,179 @@
+// Block rules that write E8M0 scales: reference/block_rules_powers.py.
+#pragma once
+
+#include "block_rules_e8m0.cuh"
+
+// A factor that a code alone does not tell.
+struct by_amax {
+  static constexpr bool kReadsAmax = true, kReadsInput = false;
+  FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
+};
+
+FP4KIT_DEVICE float float32_log2(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
+
+// The code of 2^exponent; 0 for NaN.
+FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
+  return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
+}
+
+// ---- from the bits of the amax -------------------------------------------------------------------------------------------
+
+// Exponent field of amax rounded to the mantissa of the element, minus emax.
+template <class R>
+FP4KIT_DEVICE i32 even_exponent(float amax) {
+  const i32 field = static_cast<i32>((bits_of(amax) + (1u << (22 - R::Element::kMantissaBits))) >> 23 & 0xFFu);
+  return field == 255 ? 255 : field - R::Element::kEmax;
+}
+
+struct block_e8m0_even_finite : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return static_cast<u32>(minimum(maximum(even_exponent<R>(amax), 0), 254));
+  }
+};
+
+struct block_e8m0_quark_even : by_amax {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return is_nan(amax) ? 127u : static_cast<u32>(minimum(maximum(even_exponent<R>(amax), 1), 254));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    if (is_nan(amax)) return nan_value();
+    return code == 1u && even_exponent<R>(amax) < 1 ? 0x1p127f : inverse_e8m0(code);
+  }
+};
+
+// Exponent field of x >= 0, and one more if it has mantissa bits: 256 for NaN.
+FP4KIT_DEVICE u32 exponent_up(float x) { return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u); }
+
+struct block_e8m0_triton_up : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return exponent_up(amax / max_of<typename R::Element>()) & 255u; }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u || code == 255u ? 0.0f : inverse_e8m0(code); }
+};
+
+struct block_e8m0_triton_down : block_e8m0_triton_up {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return bits_of(amax / max_of<typename R::Element>()) >> 23 & 255u; }
+};
+
+struct block_e8m0_fouroversix : block_e8m0_triton_up {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 0u ? nan_value() : code == 255u ? 0.0f : inverse_e8m0(code);
+  }
+};
+
+struct block_e8m0_fouroversix_4 : block_e8m0_fouroversix {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return exponent_up(amax / 4.0f) & 255u; }
+};
+
+struct block_e8m0_even_normal : block_e8m0_triton_up {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_e8m0_even_finite::code<R, In>(amax, t); }
+};
+
+struct block_e8m0_deepgemm : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float floor = is_nan(amax) ? amax : fmaxf(amax, 1e-4f);
+    return minimum(maximum(exponent_up(floor / max_of<typename R::Element>()), 1u), 254u);
+  }
+};
+
+// ---- by a logarithm, in float32 or in the dtype of the elements ------------------------------------------------------------
+
+struct finite_inverse : by_amax {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return is_finite(amax) ? inverse_e8m0(code) : nan_value(); }
+};
+
+struct block_e8m0_auto_round : finite_inverse {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!is_finite(amax)) return 0u;
+    constexpr float kEmax = static_cast<float>(R::Element::kEmax);
+    return clipped_exponent(amax == 0.0f ? 1.0f - kEmax : floorf(float32_log2(amax)) - kEmax);
+  }
+};
+
+// Of a block whose largest value is that of `ratio` = 1: ceil(log2(ratio)); 128 for zeros.
+FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
+  if (!is_finite(amax)) return 0u;
+  return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
+}
+
+struct block_e8m0_auto_round_rceil : finite_inverse {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / max_of<typename R::Element>()); }
+};
+
+struct block_e8m0_auto_round_rceil_v2 : finite_inverse {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / 7.25f); }
+};
+
+// T(2^(round(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite.
+template <class R, class In, bool kUp>
+FP4KIT_DEVICE float quark_scale(float amax) {
+  if (!is_finite(amax)) return amax;
+  const float logarithm = round_to<In>(float32_log2(amax)), rounded = kUp ? ceilf(logarithm) : floorf(logarithm);
+  const i32 e = static_cast<i32>(fminf(fmaxf(rounded, -200.0f), 200.0f)) - R::Element::kEmax;
+  if (e > 127) return float_of(kInfinityBits);
+  const float power = e < -149 ? 0.0f : float_of(e < -126 ? 1u << (e + 149) : static_cast<u32>(e + 127) << 23), scale = round_to<In>(power);
+  return scale == 0.0f ? 0x1p-23f : scale;
+}
+
+template <bool kUp>
+struct quark_by_log : by_amax {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!is_finite(amax)) return 127u;
+    return minimum(maximum(bits_of(quark_scale<R, In, kUp>(amax)) >> 23 & 0xFFu, 1u), 254u);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return quark_scale<R, In, kUp>(amax); }
+};
+struct block_e8m0_quark_floor : quark_by_log<false> {};
+struct block_e8m0_quark_ceil : quark_by_log<true> {};
+
+struct block_e8m0_sglang : finite_inverse {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!is_finite(amax)) return 0u;
+    return clipped_exponent(ceilf(round_to<In>(float32_log2(round_to<In>(amax / max_of<typename R::Element>())))));
+  }
+};
+
+struct block_e8m0_sglang_kv : finite_inverse {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!is_finite(amax)) return 0u;
+    const float ratio = fmaxf(round_to<In>(amax / max_of<typename R::Element>()), round_to<In>(1e-10f));
+    return clipped_exponent(ceilf(round_to<In>(float32_log2(ratio))));
+  }
+};
+
+struct block_e8m0_qwix : by_amax {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    constexpr bool kFloat16 = In::kMantissaBits == 10;
+    const float max = max_of<typename R::Element>();
+    float scale = round_to<In>(kFloat16 ? amax * round_to<In>(1.0f / max) : amax / max);
+    if (!is_finite(scale)) return 255u;
+    if (scale < (kFloat16 ? 0x1p-7f : 0x1p-63f)) scale = 1.0f;
+    const float logarithm = round_to<In>(static_cast<float>(log(static_cast<double>(scale))));
+    return clipped_exponent(ceilf(round_to<In>(logarithm / round_to<In>(0.69314718f))));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return !is_nan(amax) && !is_finite(amax) ? 0.0f : inverse_e8m0(code);
+  }
+};

@@ -1,0 +1,84 @@
+// Block rules that write E4M3 scales: reference/block_rules_serving.py.
+#pragma once
+
+#include "block_rules.cuh"
+
+constexpr float kQuarkZero = 0x1p-23f;
+
+struct block_vllm : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return encode_scale<R>(t.encode * (amax * kInv6)); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code) * t.decode;
+    return 1.0f / (scale == 0.0f ? 1e8f : scale);
+  }
+};
+
+struct block_auto_round : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_vllm::code<R, In>(amax, t); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code) * t.decode;
+    return scale == 0.0f ? 0.0f : 1.0f / scale;
+  }
+};
+
+struct block_quark : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const u32 code = encode_scale<R>(amax / (max_of<typename R::Element>() * t.decode));
+    return code == 0u ? encode_scale<R>(1.0f) : code;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+};
+
+struct block_quark_file : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float scale = amax / max_of<typename R::Element>();
+    const u32 first = encode_scale<R>((scale == 0.0f ? kQuarkZero : scale) / t.decode);
+    return encode_scale<R>(factor<R, In>(first, amax, t) / t.decode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code) * t.decode;
+    return scale == 0.0f ? kQuarkZero : scale;
+  }
+};
+
+// fouroversix's factor of a scale, static or not.
+FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
+  const float inverse = 1.0f / (t.decode * scale);
+  if (!is_finite(t.decode)) return nan_value();
+  return scale == 0.0f ? 0.0f : is_finite(inverse) ? inverse : nan_value();
+}
+
+// A block's largest value at kTop: 0 is the element's own.
+template <int kTop>
+struct fouroversix_static : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float ratio = amax / (kTop ? static_cast<float>(kTop) : max_of<typename R::Element>()) * t.encode;
+    return encode_scale<R>(is_nan(ratio) ? 0.0f : ratio);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return fouroversix_factor(decode_scale<R>(code), t);
+  }
+};
+struct block_fouroversix : fouroversix_static<0> {};
+struct block_fouroversix_4 : fouroversix_static<4> {};
+
+struct block_qwix : by_code {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float scale = round_to<In>(amax / max_of<typename R::Element>());
+    return encode_scale<R>(scale < 0x1p-63f ? 1.0f : scale);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+};

@@ -1,0 +1,76 @@
+"""Rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix; rows.py says what a row is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Rows = Iterator[Any]
+
+
+def serving_rows(row: Callable[..., Any]) -> Rows:
+    """All of them; row makes one."""
+    for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _others):
+        yield from family(row)
+
+
+def _vllm(row: Callable[..., Any]) -> Rows:
+    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", least_amax=1e-8)
+    yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
+    yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu=True)
+    yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
+    yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # mxfp8-vllm
+
+
+def _triton_kernels(row: Callable[..., Any]) -> Rows:
+    for name, variant in (
+        ("mxfp4-triton-kernels", "mxfp4_up"),
+        ("mxfp4-triton-kernels-down", "mxfp4_down"),
+        ("mxfp8-triton-kernels", "mxfp8_e4m3_up"),
+        ("mxfp8-triton-kernels-down", "mxfp8_e4m3_down"),
+        ("mxfp8-triton-kernels-e5m2", "mxfp8_e5m2_up"),
+    ):
+        yield row(name, "triton_kernels", variant, skip="nan_element" if "mxfp4" in variant else "")
+        yield row(name, "producers_h200", f"triton_kernels_{variant}", skip="nonfinite_block")
+    yield row("mxfp4-triton-kernels", "triton_kernels", "mxfp4_up", fake=True, skip="nonfinite_block")
+
+
+def _quark(row: Callable[..., Any]) -> Rows:
+    yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
+    yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
+    for mode in ("even", "floor", "ceil"):
+        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block")
+        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, skip="applied_scale")
+    for element in ("e2m3", "e3m2"):
+        yield row(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
+    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
+
+
+def _auto_round(row: Callable[..., Any]) -> Rows:
+    yield row("nvfp4-auto-round", "auto_round", "nvfp4")
+    yield row("mxfp4-auto-round", "auto_round", "mxfp4")
+    yield row("mxfp4-auto-round", "auto_round", "mxfp4", fake=True)
+    for mode in ("rceil", "rceil_v2"):
+        yield row(f"mxfp4-auto-round-{mode.replace('_', '-')}", "auto_round", f"mxfp4_{mode}", skip="overflowing_value")
+    yield row("mxfp8-auto-round", "auto_round", "mxfp8")
+    yield row("mxfp8-auto-round-rceil", "auto_round", "mxfp8_rceil", skip="overflowing_value")
+
+
+def _fouroversix(row: Callable[..., Any]) -> Rows:
+    for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
+        yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor")
+    yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
+    for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
+        yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor")
+    for top in ("6", "4"):
+        yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}")
+
+
+def _others(row: Callable[..., Any]) -> Rows:
+    yield row("mxfp4-sglang-util", "sglang", "mxfp4")
+    yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
+    for name in ("mxfp4", "mxfp8"):
+        yield row(f"{name}-deepgemm", "deepgemm", name)
+        yield row(f"{name}-qwix", "qwix", name)
+    for dtype in ("__f32", "__bf16"):
+        yield row("nvfp4-qwix", "qwix", "nvfp4", inputs=dtype)

@@ -1,0 +1,34 @@
+"""Intel auto-round 0.16.1: its data types as packed by QuantLinear.pack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
+from fp4kit.recipes.schema import Recipe, of_format
+
+
+def recipes() -> Iterator[Recipe]:
+    """In the order of the table."""
+    yield of_format(
+        NVFP4, "nvfp4-auto-round", tensor_rule="auto_round", block_rule="auto_round", sign="unsigned_zero", amax_nan="propagate",
+        source="auto-round 0.16.1 data_type/nvfp.py nv_fp4", exact="its packed tensors",
+    )  # fmt: skip
+    floor = of_format(
+        MXFP4, "mxfp4-auto-round", block_rule="e8m0_auto_round", rounding="rns", sign="negative", nan_code=8,
+        amax_nan="propagate", source="auto-round 0.16.1 data_type/mxfp.py quant_mx",
+        exact="its packed tensors of iters=0 with disable_opt_rtn",
+    )  # fmt: skip
+    yield floor
+    for rule in ("rceil", "rceil_v2"):
+        yield replace(
+            floor, id=f"mxfp4-auto-round-{rule.replace('_', '-')}", block_rule=f"e8m0_auto_round_{rule}",
+            source=f"auto-round 0.16.1 data_type/mxfp.py quant_mx_{rule}", exact=f"its packed tensors of {rule}",
+        )  # fmt: skip
+    mxfp8 = replace(floor, id="mxfp8-auto-round", element=MXFP8_E4M3.element, nan_code=None, exact="its codes")
+    yield mxfp8
+    yield replace(
+        mxfp8, id="mxfp8-auto-round-rceil", block_rule="e8m0_auto_round_rceil",
+        source="auto-round 0.16.1 data_type/mxfp.py quant_mx_rceil",
+    )  # fmt: skip

@@ -1,0 +1,26 @@
+"""qwix 0.1.8 (JAX), as XLA on a CPU computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
+from fp4kit.recipes.schema import Recipe, of_format
+
+_MX = "its codes: logarithms and quotients in the dtype of the elements, a scale below the root of its smallest normal is 1"
+
+
+def recipes() -> Iterator[Recipe]:
+    """In the order of the table."""
+    yield of_format(
+        NVFP4, "nvfp4-qwix", tensor_scaling="none", block_rule="qwix", apply="divide", round_scaled=True, nan_code=8,
+        amax_nan="propagate", source="qwix 0.1.8",
+        exact="its codes of float32 and bfloat16, of one level; of float16 it multiplies with rounded reciprocals",
+    )  # fmt: skip
+    yield of_format(
+        MXFP4, "mxfp4-qwix", block_rule="e8m0_qwix", round_scaled=True, nan_code=8, amax_nan="propagate", source="qwix 0.1.8",
+        exact=_MX,
+    )  # fmt: skip
+    yield of_format(
+        MXFP8_E4M3, "mxfp8-qwix", block_rule="e8m0_qwix", round_scaled=True, amax_nan="propagate", source="qwix 0.1.8", exact=_MX,
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Block rules of E4M3 scales: vLLM, auto-round, AMD Quark, fouroversix, qwix. What a rule is: block_rules.py."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4kit.formats import E4M3
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import INV6
+from fp4kit.reference.block_arith import ONE, decode_scale
+from fp4kit.reference.codec import encode
+from fp4kit.reference.scaling import TensorScale, round_to
+
+QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
+ZERO = np.float32(0)
+NAN = np.float32(np.nan)
+
+
+def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(clamp(gs * (amax * fp32(1/6)), +-448)), products in this order. Source: vLLM nvfp4_emulation_utils.py."""
+    return encode(tensor.encode * (amax * INV6), E4M3)
+
+
+def factor_vllm(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """1 / (scale * S_dec), 1 / 1e8 under a scale of 0."""
+    scale = decode_scale(codes) * tensor.decode
+    return ONE / np.where(scale == 0, np.float32(1e8), scale)
+
+
+code_auto_round = code_vllm
+
+
+def factor_auto_round(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """1 / (scale * S_dec), 0 under a scale of 0. Source: auto-round data_type/nvfp.py."""
+    scale = decode_scale(codes) * tensor.decode
+    return np.where(scale == 0, ZERO, ONE / scale)
+
+
+def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(amax / (6 * S_dec)), 0 -> 1. Elements are divided by scale * S_dec. Source: Quark, model flow."""
+    codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
+    return np.where(codes == 0, encode(ONE, E4M3), codes)
+
+
+def _quark_scale(amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """t = E4M3(s / S_dec) * S_dec, s = amax / 6; 2^-23 for an s or a t of 0."""
+    scale = amax / recipe.element.max
+    scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
+    return np.where(scale == 0, QUARK_ZERO, scale)
+
+
+def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(t / S_dec) of a t that E4M3 has rounded before: see _quark_scale. Source: Quark, file-to-file flow."""
+    return encode(_quark_scale(amax, tensor, recipe) / tensor.decode, E4M3)
+
+
+def factor_quark_file(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """scale * S_dec, 2^-23 under a scale of 0, which elements are divided by: the t that the code was made of."""
+    scale = decode_scale(codes) * tensor.decode
+    return np.where(scale == 0, QUARK_ZERO, scale)
+
+
+def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3((amax / 6) * S_enc); NaN, of zeros, counts as 0. Source: fouroversix pytorch/reference.py, static_6."""
+    return _ratio_code(amax / recipe.element.max, tensor)
+
+
+def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3((amax / 4) * S_enc), likewise. Source: its static_4."""
+    return _ratio_code(amax / np.float32(4), tensor)
+
+
+def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+    ratio = ratio * tensor.encode
+    return encode(np.where(np.isnan(ratio), ZERO, ratio), E4M3)
+
+
+def factor_fouroversix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """1 / (S_dec * scale), 0 under a scale of 0; NaN where that or S_dec is infinite: masks multiply infinities with 0 there."""
+    scale = decode_scale(codes)
+    inverse = ONE / (tensor.decode * scale)
+    factor = np.where(scale == 0, ZERO, np.where(np.isinf(inverse), NAN, inverse))
+    return np.where(np.isfinite(tensor.decode), factor, NAN)
+
+
+factor_fouroversix_4 = factor_fouroversix
+
+
+def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(s), s = rnd(amax / 6), 1 below 2^-63; rnd rounds to the input dtype. Source: qwix."""
+    scale = round_to(amax / recipe.element.max, dtype)
+    return encode(np.where(scale < np.float32(2.0**-63), ONE, scale), E4M3)

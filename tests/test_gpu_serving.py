@@ -1,0 +1,59 @@
+"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix on the GPU, or its stand-in."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import by_default
+from on_gpu import ON_GPU, blocks, check, cupy, differing
+
+import fp4kit
+from fp4kit.recipes import RECIPES
+
+pytestmark = ON_GPU
+
+PRODUCERS = ("vllm", "triton", "quark", "auto", "fouroversix", "sglang", "deepgemm", "qwix")
+NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
+FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
+    *(
+        "nvfp4-vllm-emulation",
+        "nvfp4-fouroversix-absmax",
+        "nvfp4-fouroversix-mae",
+        "mxfp4-vllm",
+        "mxfp4-triton-kernels",
+        "mxfp4-quark-floor",
+    ),
+    *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix"),
+)
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def edges(dtype) -> np.ndarray:
+    """Blocks of every exponent, their amaxes beside powers of two and multiples of them; zeros; what is not finite."""
+    info = ml_dtypes.finfo(dtype)
+    eps, exponents = float(info.eps), np.arange(info.minexp - info.nmant, info.maxexp)
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((len(exponents), 64)).clip(-9, 9) / 10
+    x[:, 3] = rng.choice([1, 1 + eps, 2 - eps, 1.75, 1.25], len(x))
+    x[:, 40] = 1.5 + eps * rng.integers(-1, 2, len(x))
+    x = (x * 2.0 ** exponents[:, None]).astype(dtype)
+    x[0, :32], x[1, :16], x[2, 16:32] = 0, -0.0, 0
+    x[3, 5], x[4, 6], x[5, 32:64:2] = np.inf, np.nan, -np.inf
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", by_default(FEW, NAMES))
+def test_codes_scales_and_values(name, dtype) -> None:
+    for x in (edges(dtype), blocks(dtype, 48, 192)):
+        check(x, name)
+        assert differing(fp4kit.fake_quantize(cupy.asarray(x), name), fp4kit.fake_quantize(x, name)) == 0
+
+
+@pytest.mark.parametrize("name", by_default(FEW[:3], NAMES))
+def test_columns_and_both(name) -> None:
+    x = blocks(ml_dtypes.bfloat16, 64, 192)
+    check(x, name, axis=0)
+    for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), name), fp4kit.quantize_both(x, name), strict=True):
+        assert differing(gpu.packed, cpu.packed) == 0 and differing(gpu.block_scale, cpu.block_scale) == 0
