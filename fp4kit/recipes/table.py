@@ -55,7 +55,7 @@ def recipes() -> tuple[str, ...]:
 
     >>> import fp4kit
     >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (112, 'nvfp4-te')
+    (113, 'nvfp4-te')
     """
     return tuple(RECIPES)
 

@@ -97,7 +97,7 @@ def _sum_lanes(terms: np.ndarray) -> np.ndarray:
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
     count = vectors.shape[-2]
     whole = count - count % 4
-    partial = [np.zeros(vectors.shape[:-2] + (8,), np.float32) for _ in range(4)]
+    partial = [np.zeros((*vectors.shape[:-2], 8), np.float32) for _ in range(4)]
     for i in range(count):
         which = i % 4 if i < whole else 0
         partial[which] = partial[which] + vectors[..., i, :]
