@@ -17,7 +17,7 @@ PRODUCERS = ("vllm", "triton", "quark", "auto", "fouroversix", "sglang", "deepge
 NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
 FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
     *(
-        "nvfp4-vllm-emulation",
+        "nvfp4-vllm-emulation-cuda",
         "nvfp4-fouroversix-absmax",
         "nvfp4-fouroversix-mae",
         "mxfp4-vllm",

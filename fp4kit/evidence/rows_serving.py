@@ -17,6 +17,7 @@ def serving_rows(row: Callable[..., Any]) -> Rows:
 def _vllm(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", least_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
+    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
     yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu=True)
     yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
     yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # mxfp8-vllm

@@ -67,6 +67,7 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "e8m0_mlx_metal_0321": _POWER,
     # vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
     "vllm": BlockRule("E4M3", six=True),
+    "vllm_cuda": BlockRule("E4M3", six=True, encode=True),
     "auto_round": BlockRule("E4M3", six=True),
     "quark": BlockRule("E4M3", "divide"),
     "quark_file": BlockRule("E4M3", "divide"),
@@ -130,6 +131,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "product": DecodeRule(("E4M3", None)),
     "te": DecodeRule(("E4M3",), needs_amax=True),
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
+    "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
     "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),

@@ -11,10 +11,16 @@ from fp4kit.recipes.schema import Alias, Recipe, of_format
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
-    yield of_format(
+    nvfp4 = of_format(
         NVFP4, "nvfp4-vllm-emulation", tensor_rule="vllm", block_rule="vllm", decode_rule="compressed_tensors", sign="negative",
         amax_nan="propagate", source="vLLM 0.33 utils/nvfp4_emulation_utils.py ref_nvfp4_quant",
         exact="its codes, on a CPU and a GPU, and its values on a CPU; blocks of a tensor with inf or NaN have no codes there",
+    )  # fmt: skip
+    yield nvfp4
+    yield replace(
+        nvfp4, id="nvfp4-vllm-emulation-cuda", block_rule="vllm_cuda", decode_rule="vllm_cuda",
+        source="vLLM 0.33 utils/nvfp4_emulation_utils.py _nvfp4_quant_dequant_kernel (Triton)",
+        exact="the values of its fused fake quantizer on an H200",
     )  # fmt: skip
     mxfp4 = of_format(
         MXFP4, "mxfp4-vllm", block_rule="e8m0_even_normal", source="vLLM 0.33 utils/mxfp4_utils.py downcast_to_mxfp",

@@ -6,7 +6,7 @@ import numpy as np
 
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import INV6
+from fp4kit.reference.arith import INV6, reciprocal_approx_ftz
 from fp4kit.reference.block_arith import ONE, decode_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.scaling import TensorScale, round_to
@@ -25,6 +25,15 @@ def factor_vllm(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe
     """1 / (scale * S_dec), 1 / 1e8 under a scale of 0."""
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
+
+
+code_vllm_cuda = code_vllm
+
+
+def factor_vllm_cuda(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """gs * rcp(scale), 0 under a scale of 0; rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
 
 
 code_auto_round = code_vllm

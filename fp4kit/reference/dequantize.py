@@ -9,6 +9,7 @@ import numpy as np
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.arith import reciprocal_approx_ftz
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range
@@ -34,6 +35,11 @@ def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recip
 def decode_compressed_tensors(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """value * (block_scale / global_scale), global_scale in the encode direction."""
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
+
+
+def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * (block_scale * rcp(global_scale)), rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
+    return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

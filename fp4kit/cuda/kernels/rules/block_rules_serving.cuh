@@ -15,6 +15,16 @@ struct block_vllm : by_code {
   }
 };
 
+struct block_vllm_cuda : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_vllm::code<R, In>(amax, t); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return scale == 0.0f ? 0.0f : t.encode * rcp_approx_ftz(scale);
+  }
+};
+
 struct block_auto_round : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return block_vllm::code<R, In>(amax, t); }

@@ -30,6 +30,11 @@ struct decode_compressed_tensors : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) / t.encode; }
 };
+struct decode_vllm_cuda : decode_product {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * rcp_approx_ftz(t.encode); }
+};
 struct decode_e8m0 : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return value_of_e8m0(code); }

@@ -84,12 +84,8 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   } else if constexpr (R::kLaneSums) {
     float lanes[8] = {};
     int i = 0;
-    for_each_element<true>(run, [&](float x) {
-      lanes[i % 8] = lanes[i % 8] + error_at(x);
-      ++i;
-    });
-#pragma unroll
-    for (int lane = 0; lane < 8; ++lane) error = error + lanes[lane];
+    for_each_element<true>(run, [&](float x) { lanes[i % 8] = lanes[i % 8] + error_at(x), ++i; });
+    for (const float lane : lanes) error = error + lane;
   } else {
     for_each_element<kUnrolled>(run, [&](float x) { error = error + error_at(x); });
   }
