@@ -20,6 +20,7 @@ from fp4kit.checkpoint.ggml_names import SCALING
 from fp4kit.checkpoint.inspect import open_checkpoint
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
+from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
@@ -210,6 +211,12 @@ def test_verify_sees_one_flipped_bit(tmp_path: Path) -> None:
         assert not report.clean and {issue.subject for issue in report.issues} == {
             entry.name if entry.name == "output.weight" else entry.name.rpartition(".")[0]
         }  # fmt: skip
+
+
+def test_nothing_is_reconciled(tmp_path: Path) -> None:
+    quantized(tmp_path / "q.gguf", "nvfp4-te")
+    with refused("q.gguf: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile"):
+        reconcile(tmp_path / "q.gguf", tmp_path / "out")
 
 
 def test_compare(tmp_path: Path) -> None:
