@@ -255,7 +255,8 @@ def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
 def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert {number: tuple(kind) for number, kind in GGML_TYPES.items()} == theirs
+    ours = {number: tuple(kind) for number, kind in GGML_TYPES.items()}
+    assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {42}  # which llama.cpp has, and gguf 0.19.0 has not
 
 
 def test_the_documentation_names_the_architectures() -> None:
