@@ -96,6 +96,14 @@ def _translation(model: Source) -> Callable[[str], tuple[str, int] | None]:
     return translated
 
 
+def recorded_recipe(source: Source) -> str:
+    """The id of the recipe that a model says it was made with, "" where it says none."""
+    declared = source.config.get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
+    found = own.get("recipe") if isinstance(own, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
 def check_alike(converted: Iterable[str], numbers: Mapping[str, Weight], taken: Mapping[str, Weight]) -> None:
     """Raise CheckpointError for a tensor whose codes do not decode to about its own numbers."""
     with Readers() as readers:

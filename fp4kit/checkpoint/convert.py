@@ -267,7 +267,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     config = _without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}
-    own = {"version": __version__, "recipe": plan.recipe.id}
+    own = {"version": __version__, **({"recipe": plan.request.recorded} if plan.request.recorded else {})}
     if plan.form.format == mlx.FORMAT:
         config["quantization"] = mlx.declaration(plan.form)
         return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}

@@ -48,9 +48,10 @@ def identity(source: Source) -> str:
 def request_facts(request: Request) -> dict[str, Any]:
     """A request as JSON has it."""
     recipe = as_data(request.recipe)
+    codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     return {
         "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
-        "requantize": request.requantize, "nonfinite": request.nonfinite, **({"codes": request.codes} if request.codes else {}),
+        "requantize": request.requantize, "nonfinite": request.nonfinite, **codes,
     }  # fmt: skip
 
 

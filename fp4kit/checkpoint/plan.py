@@ -15,7 +15,7 @@ from typing import Any
 from fp4kit import __version__
 from fp4kit.checkpoint import auxiliary, gguf, mlx, sharing
 from fp4kit.checkpoint.actions import actions_of
-from fp4kit.checkpoint.codes import check_alike, with_codes
+from fp4kit.checkpoint.codes import check_alike, recorded_recipe, with_codes
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
@@ -168,7 +168,7 @@ def make_plan(
         return _Planner(model, request, weights).plan()
     beside = open_source(Path(codes))
     taken = with_codes(weights, model, beside)
-    plan = _Planner(model, replace(request, codes=identity(beside)), taken).plan()
+    plan = _Planner(model, replace(request, codes=identity(beside), made_by=recorded_recipe(beside)), taken).plan()
     check_alike([tensor.name for tensor in plan.converted], weights, taken)
     return plan
 
@@ -255,7 +255,8 @@ class _Planner:
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
         parts = part_names(self.weights.values()) - set(self.weights)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
-        own = {VERSION: __version__} if self.form is None else {RECIPE: self.request.recipe.id, VERSION: __version__}
+        recorded = "" if self.form is None else self.request.recorded
+        own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
         taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
         if self.form is not None and self.form.format == mlx.FORMAT:
             taken_over["format"] = mlx.FORMAT

@@ -22,6 +22,7 @@ from fp4kit.checkpoint import auxiliary, sharing, staging
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, Source, open_source
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.gguf import is_gguf_config
 from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.reading import Readers, tensor_scale_of
@@ -80,6 +81,7 @@ def _layers(source: Source) -> dict[str, Weight]:
     return {
         name: weight for name, weight in weights.items()
         if weight.container is not None and weight.container.has_tensor_scale and len(weight.shape) == 2
+        and weight.container.tensor_scale_unit == 1
     }  # fmt: skip
 
 
@@ -93,6 +95,8 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
     convert raises of a destination.
     """
     model = open_source(Path(source))
+    if is_gguf_config(model.config):
+        raise CheckpointError(f"{source}: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile")
     layers = _layers(model)
     if not layers:
         raise CheckpointError(f"{source}: no layer of it has a tensor scale; only NVFP4 checkpoints can disagree")

@@ -32,7 +32,13 @@ class Request:
     input_scale: float | None = None
     requantize: bool = False
     nonfinite: str = "error"
-    codes: str = ""  # says which codes are taken, from a directory beside the source
+    codes: str = ""  # says which codes are taken, of a model beside the source
+    made_by: str = ""  # the recipe that made those, where that model says it
+
+    @property
+    def recorded(self) -> str:
+        """The id of the recipe that made the codes that are written, as far as that is known."""
+        return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
         if RECIPES.get(self.recipe.id, self.recipe) != self.recipe:  # the checkpoint names its recipe by id

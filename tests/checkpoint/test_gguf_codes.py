@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fp4kit.checkpoint import ConversionReport, Wishes, convert, make_plan
 from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.checkpoint.inspect import open_checkpoint
 from fp4kit.checkpoint.reading import Readers
+from fp4kit.checkpoint.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import read_gguf
@@ -91,6 +93,18 @@ def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, t
     assert len(found) == 11 + EXPERTS * (seen - 11) and all(layer.sqnr_db > 15 for layer in found)
 
 
+def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
+    """Not the one that says into which form; none, where the other model does not say it."""
+    tensors = gguf_files.write_model(tmp_path / "m.gguf")
+    directory(tmp_path / "q", tensors, "nvfp4-torchao")
+    taken(tmp_path / "m.gguf", tmp_path / "q")
+    assert read_gguf(tmp_path / "out.gguf").metadata["fp4kit.recipe"] == "nvfp4-torchao"
+    path = tmp_path / "q" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}))
+    convert(tmp_path / "m.gguf", tmp_path / "other.gguf", codes=tmp_path / "q")
+    assert "fp4kit.recipe" not in read_gguf(tmp_path / "other.gguf").metadata
+
+
 def out_bytes(path: Path, name: str) -> bytes:
     entry = next(one for one in read_gguf(path).entries if one.name == name)
     return path.read_bytes()[entry.start : entry.start + entry.nbytes]
@@ -144,6 +158,8 @@ def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_pat
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
     report = convert(tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes)
+    verified = verify(tmp_path / "d", tmp_path / "plain")
+    assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers if format != "modelopt")
     experts = 0 if format == "mlx" else EXPERTS * (3 if recipe == "mxfp4-ocp" else 2)
     assert report.actions["rename"] == 11 + experts and set(report.actions) <= {"rename", "copy"}
     if format == "mlx":
