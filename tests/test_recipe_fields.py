@@ -137,7 +137,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "compared and rounded": ("mxfp4-gguf", {"rounding": "rn"}, V, "rounding is 'rn'; apply 'compare' takes the nearest value"),
     "compared and scaled": ("mxfp4-gguf", {"round_scaled": True}, V, "has no meaning with apply 'compare'"),
     "under a tensor scale": (
-        "nvfp4-gguf", {"tensor_rule": "te", "tensor_scaling": "tensor"}, V, "block_rule 'gguf' writes scales of one level; needs 'none'"
+        "nvfp4-gguf", {"tensor_rule": "te", "tensor_scaling": "tensor"}, V, "block_rule 'gguf' writes scales of one level;"
     ),
     "another E4M3": ("nvfp4-modelopt", {"element": ElementFormat("E4M3", 2, 1, 1)}, V, "needs another name: E4M3 is"),
 }  # fmt: skip

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 from fp4kit.checkpoint.loaders import support
-from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.cli.tables import FAMILY_COLUMNS, RECIPE_COLUMNS, family_rows, grouped_recipe_rows, markdown
 from fp4kit.cpu.keys import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.agreement import COLUMNS, agreement_rows
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "processors.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("checkpoints", "processors", "recipes")))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
@@ -27,6 +27,19 @@ MEASURED = (  # rows of the table of times: operation, recipe
     ("dequantize", "mxfp4-ocp"),
     ("fake_quantize 128 equal", "fp8-modelopt"),
 )
+
+
+MANY = 3  # producers of a group that the README names
+
+
+def families() -> str:
+    """Producers, and how many recipes of each."""
+    return markdown(FAMILY_COLUMNS, family_rows())
+
+
+def equals() -> str:
+    """Which recipes of many producers give the same bytes."""
+    return markdown(COLUMNS, agreement_rows(MANY))
 
 
 def recipes() -> str:
@@ -66,7 +79,7 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-PARTS = {one.__name__: one for one in (recipes, agreement, performance, cpu, loaders, uncovered)}
+PARTS = {one.__name__: one for one in (families, equals, recipes, agreement, performance, cpu, loaders, uncovered)}
 
 
 def with_output(text: str) -> str:

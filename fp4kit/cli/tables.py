@@ -8,6 +8,7 @@ from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
 from fp4kit.recipes import ALIASES, RECIPES, Recipe, recipe
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
+FAMILY_COLUMNS = ("producer", "recipes")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
 
@@ -42,6 +43,20 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
     for row in recipe_rows():
         groups.setdefault(row[2:], []).append(row)
     return [(", ".join(r[0] for r in rows), _distinct(r[1] for r in rows), *shared) for shared, rows in groups.items()]
+
+
+def family_rows() -> list[tuple[str, ...]]:
+    """A row for each producer, in the order of the table: how many recipes of each format, by the first one's name; and aliases."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for id in (*RECIPES, *(alias for alias in ALIASES if alias.count("-"))):
+        name, producer, *_ = id.split("-")
+        found.setdefault(producer, {}).setdefault(name, []).append(id)
+    return [(producer, ", ".join(map(_family, formats.values()))) for producer, formats in found.items()]
+
+
+def _family(ids: list[str]) -> str:
+    first, more = "-".join(ids[0].split("-")[:2]), len(ids) - 1
+    return first + (f" (and {more} more)" if more else "")
 
 
 def _distinct(texts: Iterable[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -27,22 +29,28 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
     return [np.where(np.abs(a) < smallest, smallest, a).astype(dtype) for a in (*arrays, steps)]
 
 
-@specification()
-def agreeing(dtype: Any) -> list[tuple[str, ...]]:
+@cache
+def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
     """Groups of two or more recipes with codes that give the same bytes on ordinary_data(dtype), in the order of the table."""
     data = ordinary_data(dtype)
+    with specification():
+        return tuple(_agreeing(data))
+
+
+def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     groups: dict[bytes, list[str]] = {}
     for r in RECIPES.values():
         if not r.fake_only and r.scale is not None:
             quantized = [quantize(x, r) for x in data]
             groups.setdefault(b"".join(q.packed.tobytes() + q.block_scale.tobytes() for q in quantized), []).append(r.id)
-    return [tuple(ids) for ids in groups.values() if len(ids) > 1]
+    yield from (tuple(ids) for ids in groups.values() if len(ids) > 1)
 
 
-def agreement_rows() -> list[tuple[str, ...]]:
-    """A row for each group: the input dtypes for which it holds, and its recipes."""
+def agreement_rows(producers: int = 1) -> list[tuple[str, ...]]:
+    """A row for each group: the input dtypes for which it holds, and its recipes; groups of so many producers and more."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):
-            found.setdefault(group, []).append(name)
+            if len({RECIPES[id].producer for id in group}) >= producers:
+                found.setdefault(group, []).append(name)
     return [(", ".join(names), " = ".join(group)) for group, names in found.items()]
