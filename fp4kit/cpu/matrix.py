@@ -163,7 +163,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: Options,
 ) -> None:
-    above = _given_scales(x, r, tensor, scales)
+    above = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, above, packed, None, options):
         blocks = _blocks(columns, r)
         part = tensor.columns(r).cut(rows, blocks)
@@ -174,13 +174,14 @@ def _encode_rows(
         )  # fmt: skip
 
 
-def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None) -> _Scales:
+def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None) -> _Scales:
     """The factors under scales that there are."""
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
         own = tensor.decode if r.apply == "divide" else tensor.encode
         return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=own if own.shape[1] > 1 else None)
-    amax = np.repeat(block_amax(x, r), r.block_rows, axis=0)[: len(x)]
+    elements = x if hadamard is None else specification.widen(x, r, hadamard)
+    amax = np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
     factors = BLOCK_RULES[r.block_rule].factor(scales, amax, tensor, r, x.dtype)
     return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=np.broadcast_to(factors, scales.shape))
 
