@@ -268,3 +268,10 @@ def test_global_scale_is_the_tensors_amax():
 
 def test_names_of_metal():
     assert fp4kit.recipe("mxfp4-mlx-metal").id == "mxfp4-torchao-rceil" and fp4kit.recipe("mxfp8-mlx-metal").id == "mxfp8-te"
+
+
+def test_a_transform_decides_whether_a_byte_has_wrapped(either_engine):
+    """Under given scales the amax that is asked is that of what is encoded: here 2^-124, of elements of 2^-126."""
+    x, scales = np.full((1, 32), 2.0**-126, np.float32), np.full((1, 1), 250, np.uint8)
+    assert fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales).packed.any()
+    assert not fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales, hadamard="no_signs").packed.any()
