@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
-from fp4kit.recipes import ALIASES, RECIPES, Recipe, recipe
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
@@ -28,8 +28,14 @@ def rule_text(r: Recipe) -> str:
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """One row per recipe: id (with its aliases), block, rule, what it equals, source."""
     return [
-        (_names(r), block_text(r), rule_text(r), r.exact + " (values only)" * r.fake_only, r.source) for r in map(recipe, ids)
+        (_names(r), block_text(r), rule_text(r), _exact(r), r.source) for r in map(recipe, ids)
     ]
+
+
+def _exact(r: Recipe) -> str:
+    """What it equals, and where one of its other names, of another producer, does not."""
+    others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
+    return r.exact + " (values only)" * r.fake_only + "".join(others)
 
 
 def _names(r: Recipe) -> str:
