@@ -12,7 +12,16 @@ import fp4kit
 from fp4kit.cuda import loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
-from fp4kit.reference import block_rules, block_rules_powers, block_rules_serving, codec, dequantize, fake, scaling
+from fp4kit.reference import (
+    block_rules,
+    block_rules_gguf_mlx,
+    block_rules_powers,
+    block_rules_serving,
+    codec,
+    dequantize,
+    fake,
+    scaling,
+)
 from fp4kit.rounding import ROUNDINGS
 
 V, T = ValueError, TypeError
@@ -209,7 +218,7 @@ def named(module, prefix):
 
 def test_names_of_rules_are_those_of_the_specification():
     """A function of a misspelled rule would be no error: the rule would have another one's."""
-    modules = (block_rules, block_rules_powers, block_rules_serving)
+    modules = (block_rules, block_rules_gguf_mlx, block_rules_powers, block_rules_serving)
     codes, factors = (set.union(*(named(module, prefix) for module in modules)) for prefix in ("code_", "factor_"))
     assert codes == {*rules.BLOCK_RULES} - {"four_over_six"}
     assert factors < codes

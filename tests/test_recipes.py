@@ -6,8 +6,9 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 import fp4kit
+from fp4kit.cli.tables import recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0
-from fp4kit.recipes import ALIASES, RECIPES, Recipe
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe
 from fp4kit.recipes.rules import ROUNDINGS
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
@@ -77,6 +78,12 @@ def test_words_for_the_tables(r):
 @recipes
 def test_recipe_finds_it(r):
     assert fp4kit.recipe(r.id) is r and fp4kit.recipe(r) is r
+
+
+def test_aliases_of_producers_say_what_differs():
+    for id, alias in PRODUCER_ALIASES.items():
+        assert alias.id == id and ALIASES[id] == alias.of and alias.source and alias.exact
+        assert f"{id} {alias.exact}" in recipe_rows([alias.of])[0][3] and alias.exact in str(RECIPES[alias.of])
 
 
 def test_aliases():

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
-from fp4kit.recipes import ALIASES, RECIPES, Recipe, recipe
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
+from fp4kit.recipes.schema import producer_of
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
 FAMILY_COLUMNS = ("producer", "recipes")
@@ -29,8 +30,14 @@ def rule_text(r: Recipe) -> str:
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """One row per recipe: id (with its aliases), block, rule, what it equals, source."""
     return [
-        (_names(r), block_text(r), rule_text(r), r.exact + " (values only)" * r.fake_only, r.source) for r in map(recipe, ids)
+        (_names(r), block_text(r), rule_text(r), _exact(r), r.source) for r in map(recipe, ids)
     ]
+
+
+def _exact(r: Recipe) -> str:
+    """What it equals, and where one of its other names, of another producer, does not."""
+    others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
+    return r.exact + " (values only)" * r.fake_only + "".join(others)
 
 
 def _names(r: Recipe) -> str:
@@ -46,17 +53,17 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def family_rows() -> list[tuple[str, ...]]:
-    """A row for each producer, in the order of the table: how many recipes of each format, by the first one's name; and aliases."""
-    found: dict[str, dict[str, list[str]]] = {}
-    for id in (*RECIPES, *(alias for alias in ALIASES if alias.count("-"))):
-        name, producer, *_ = id.split("-")
-        found.setdefault(producer, {}).setdefault(name, []).append(id)
-    return [(producer, ", ".join(map(_family, formats.values()))) for producer, formats in found.items()]
+    """A row for each producer, in the order of the table: its formats, and how many recipes and aliases it has of each."""
+    found: dict[str, dict[str, int]] = {}
+    for id in (*RECIPES, *(alias for alias in ALIASES if producer_of(alias))):
+        formats = found.setdefault(producer_of(id), {})
+        name = id.partition("-")[0]
+        formats[name] = formats.get(name, 0) + 1
+    return [(producer, ", ".join(_family(producer, *one) for one in formats.items())) for producer, formats in found.items()]
 
 
-def _family(ids: list[str]) -> str:
-    first, more = "-".join(ids[0].split("-")[:2]), len(ids) - 1
-    return first + (f" (and {more} more)" if more else "")
+def _family(producer: str, name: str, count: int) -> str:
+    return f"{name}-{producer}" + (f" ({count})" if count > 1 else "")
 
 
 def _distinct(texts: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from fp4kit.display.panel import Panel
-from fp4kit.recipes import ALIASES, Recipe
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
 _SHOWN = ("id", "element", "scale", "block", "source", "exact", "tensor_scaling")  # in words, or in the title
@@ -21,6 +21,7 @@ def panel(r: Recipe) -> Panel:
         ("scales", _scales(r)),
         *_rules(r),
         ("exact", r.exact),
+        *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
         ("source", r.source),
     ]
     return Panel(f"Recipe {r.id}", tuple(facts))

@@ -19,8 +19,9 @@ import numpy as np
 from fp4kit.evidence.engines import SPECIFICATION, Engine
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS, Row
+from fp4kit.evidence.stored import stored_arrays
 from fp4kit.formats import E8M0, bit_patterns
-from fp4kit.layouts import pack_gguf, pack_mlx, unpack
+from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
@@ -206,11 +207,6 @@ class Case:
         return options
 
 
-RAW: dict[str, Callable[[Any], np.ndarray]] = {
-    "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
-    "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
-    "mlx": lambda q: pack_mlx(q.packed),
-}
 SKIPS: dict[str, Callable[[Case], Mask]] = {
     "nan_scale": _skip_nan_scale,
     "nonfinite_block": _skip_nonfinite_block,
@@ -277,16 +273,7 @@ def _arrays(case: Case) -> Compared:
             by_block,
         )
     yield from _tensor_arrays(case)
-    yield from _stored_arrays(case, skip)
-
-
-def _stored_arrays(case: Case, skip: Mask) -> Compared:
-    """The bytes of the producer's files, and the values that they stand for."""
-    raw, values = case.part("raw"), case.part("dequant")
-    if case.row.raw and raw is not None:
-        yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
-    if case.row.decoded and values is not None:
-        yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
+    yield from stored_arrays(case, skip)
 
 
 def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

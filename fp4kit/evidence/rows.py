@@ -16,7 +16,7 @@ class Row:
     inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
     given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale" (which is an
     amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are cast.
-    decoded: values of the codes are compared, too. raw: how the file's own bytes are made of codes and scales, a key of RAW.
+    decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
     columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
     on_gpu: producers_h200 has the arrays, under <file>_<variant>, that differ on a GPU from those of the file.

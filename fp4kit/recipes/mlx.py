@@ -7,13 +7,22 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.gguf import FIRST
-from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.schema import Alias, Recipe, of_format
 
 METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
+def aliases() -> Iterator[Alias]:
+    """Metal's MX rules of 0.32.2 and later."""
+    for name, of in (("mxfp4", "mxfp4-torchao-rceil"), ("mxfp8", "mxfp8-te")):
+        yield Alias(
+            f"{name}-mlx-metal", of, METAL.format("0.32.4"),
+            exact="the conversions of its Metal headers, built for a CPU, but for blocks with inf or NaN",
+        )  # fmt: skip
+
+
 def recipes() -> Iterator[Recipe]:
-    """In the order of the table. Metal's MX rules of 0.32.2 and later have aliases: mxfp4-torchao-rceil and mxfp8-te are they."""
+    """In the order of the table."""
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)

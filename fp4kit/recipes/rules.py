@@ -62,8 +62,8 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "e8m0_gguf": BlockRule("E8M0", "compare"),
     "mlx": BlockRule("E4M3", "divide", encode=True, then_encode=True),
     "mlx_metal": BlockRule("E4M3", encode=True),
-    "e8m0_mlx": BlockRule("E8M0", "divide"),
-    "e8m0_mlx_0321": BlockRule("E8M0", "divide"),
+    "e8m0_mlx": BlockRule("E8M0", "divide", reads_amax=True),
+    "e8m0_mlx_0321": BlockRule("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
     # vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
     "vllm": BlockRule("E4M3", six=True),

@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 
+TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # names of producers that have a hyphen themselves
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -103,8 +105,8 @@ class Recipe:
 
     @property
     def producer(self) -> str:
-        """The second part of the id: te, flashinfer, ..."""
-        return self.id.split("-")[1]
+        """The second part of the id: te, flashinfer, compressed-tensors, ..."""
+        return producer_of(self.id)
 
     @property
     def is_packed(self) -> bool:
@@ -120,6 +122,12 @@ class Recipe:
     def format_name(self) -> str:
         """NVFP4, MXFP4, ...: the first part of the id."""
         return self.id.split("-", 1)[0].upper()
+
+
+def producer_of(id: str) -> str:
+    """The producer that an id names: te, flashinfer, compressed-tensors, ..."""
+    rest = id.partition("-")[2]
+    return next((name for name in TWO_WORDS if rest.startswith(name)), rest.partition("-")[0])
 
 
 class Alias(NamedTuple):

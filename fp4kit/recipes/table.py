@@ -44,7 +44,7 @@ def _table() -> dict[str, Recipe]:
 RECIPES: dict[str, Recipe] = _table()
 
 # Producers whose codes another's recipe gives, and what of them it does not.
-PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(),)}
+PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
 # Two names, one rule.
 ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"} | {

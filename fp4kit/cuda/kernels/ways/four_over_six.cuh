@@ -73,18 +73,17 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Sum of the errors of elements under a scale, in their order, or in lanes; or the largest of them.
+// Sum of the errors of elements under a scale, in their order or in lanes; or the largest of them.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
-  const auto error_at = [&](float x) { return error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t); };
   float error = 0.0f;
+  const auto error_at = [&](float x) { return error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t); };
   if constexpr (R::kLargestError) {
     for_each_element<kUnrolled>(run, [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
   } else if constexpr (R::kLaneSums) {
     float lanes[8] = {};
-    int i = 0;
-    for_each_element<true>(run, [&](float x) { lanes[i % 8] = lanes[i % 8] + error_at(x), ++i; });
+    for_each_element<true>(run, [&, i = 0](float x) mutable { lanes[i % 8] = lanes[i % 8] + error_at(x), ++i; });
     for (const float lane : lanes) error = error + lane;
   } else {
     for_each_element<kUnrolled>(run, [&](float x) { error = error + error_at(x); });
