@@ -11,6 +11,9 @@ import numpy.typing as npt
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.layouts import unpacked
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.dequantize import dequantize_tile
+from fp4kit.reference.scaling import TensorScale
 
 CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64: its temporaries stay in the cache
 
@@ -32,20 +35,16 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """The numbers of element codes and of scale bytes whose products, exact in float32, are the values; of block formats.
 
-    Of GGUF as llama.cpp reads it: elements doubled, without a negative zero, and scales halved, so that the E8M0 byte 255 is
-    2^127, no NaN; of E4M3 bytes, 0x7F reads as 0 and the sign is passed over, but for 0xFF, which reads as 480.
-    Source: llama.cpp 0c1e57098, ggml-impl.h ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32; kvalues_mxfp4.
+    Of GGUF as llama.cpp reads it, by its recipe's decode rule: elements doubled, without a negative zero, and scales halved: what
+    the least element is worth, so that the E8M0 byte 255, which is 2^128, is a number.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values
     if not form.in_blocks:
         return elements, scales
-    if form.kind == "mxfp4":
-        halves = np.ldexp(np.float32(1), np.arange(256) - form.scale.bias - 1)
-    else:
-        halves = scales[np.arange(256) & 0x7F] / 2
-        halves[[0x7F, 0xFF]] = 0, 240
-    return elements * 2 + np.float32(0), halves.astype(np.float32)
+    r, tensor = RECIPES[f"{form.kind}-gguf"], TensorScale(*np.ones((3, 1, 1), np.float32))
+    least = np.full((256, r.block_size), np.flatnonzero(elements == r.element.min_subnormal)[0], np.uint8)
+    return elements * 2 + np.float32(0), dequantize_tile(least, np.arange(256, dtype=np.uint8)[:, None], r, tensor)[:, 0]
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:

@@ -26,7 +26,7 @@ from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
 
 Tensors = dict[str, np.ndarray]
-RECIPES = ("mxfp4-ocp", "mxfp4-te", "nvfp4-te", "nvfp4-torchao-single", "nvfp4-te-4over6-mse-256")
+RECIPES = ("mxfp4-ocp", "mxfp4-gguf", "nvfp4-te", "nvfp4-torchao-single", "nvfp4-te-4over6-mse-256", "nvfp4-gguf")
 
 
 def content(path: Path) -> dict[str, bytes]:
