@@ -7,6 +7,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
+from exhaustive import seldom
 from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.harness import Host
@@ -34,8 +35,17 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
+ALWAYS = ("test_golden", "test_recipes", "test_recipe_fields", "test_cli")  # files that every recipe runs through in every run
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(items):
-    """Long files first, the others as they come."""
+    """Cases of recipes that bring nothing of their own are exhaustive. Long files first, the others as they come."""
+    rare = seldom()
+    for item in items:
+        cases = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if item.path.stem not in ALWAYS and any(isinstance(case, str) and case in rare for case in cases):
+            item.add_marker(pytest.mark.exhaustive)
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
+
+from fp4kit.recipes import RECIPES
 
 _PARAMETER = type(pytest.param())
 
@@ -27,6 +30,18 @@ def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
     names = list(names)
     assert set(chosen) <= set(names), f"no such names: {set(chosen) - set(names)}"
     return [*chosen, *exhaustive(name for name in names if name not in chosen)]
+
+
+def seldom() -> frozenset[str]:
+    """Recipes of which each field has a value that one before them in the table has, too: their cases are exhaustive."""
+    seen: set[tuple[str, str]] = set()
+    found = []
+    for r in RECIPES.values():
+        facts = {(f.name, repr(getattr(r, f.name))) for f in fields(r) if f.name not in ("id", "source", "exact")}
+        if facts <= seen:
+            found.append(r.id)
+        seen |= facts
+    return frozenset(found)
 
 
 def sampled(few: int, many: int, *arguments: Any, **strategies: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -13,7 +13,7 @@ from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
 
-PRODUCERS = ("vllm", "triton", "quark", "auto", "fouroversix", "sglang", "deepgemm", "qwix")
+PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
 NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
 FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
     *(
