@@ -71,13 +71,19 @@ def test_block_sizes(r):
 @recipes
 def test_words_for_the_tables(r):
     assert r.source and r.exact
-    assert r.format_name == r.id.split("-")[0].upper() and r.producer == r.id.split("-")[1]
+    assert r.format_name == r.id.split("-")[0].upper() and f"{r.id}-".startswith(f"{r.format_name.lower()}-{r.producer}-")
     assert repr(r) == f"Recipe({r.id!r})"
 
 
 @recipes
 def test_recipe_finds_it(r):
     assert fp4kit.recipe(r.id) is r and fp4kit.recipe(r) is r
+
+
+def test_producers():
+    found = {r.producer for r in RECIPES.values()}
+    assert {"te", "compressed-tensors", "auto-round", "triton-kernels", "gguf"} < found
+    assert not found & {"compressed", "auto", "triton"} and not any(producer in RECIPES for producer in found)
 
 
 def test_aliases_of_producers_say_what_differs():
