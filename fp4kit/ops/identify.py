@@ -27,7 +27,7 @@ PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # and recipes, of twice as many and more
 MOST_PROVED = 3  # recipes of which all bytes are compared where none makes those of the sample
 NEXT_TO_TIES = 1 / 1024  # share of codes that an ulp of the encode scale may change
-ELSEWHERE = 1 / 16  # least share of codes between two values that stochastic rounding puts where the nearest is not
+ELSEWHERE = 1 / 8  # least share of codes between two values that stochastic rounding puts where the nearest is not
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def identify(q: Quantized, x: Any) -> Identification:
         q.tensor_scale of: that of x, or one that the scale implies (reference/implied.py).
     Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding, with and
         without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can choose.
-        A sixteenth of the codes between two values, at least, must not be the nearest. The random numbers remain unknown.
+        An eighth of the codes between two values, at least, must not be the nearest. The random numbers remain unknown.
     Of 2 * SAMPLE elements and more, each recipe is tried on the first SAMPLE, or whole blocks of about as many; those that make
         all bytes there are proved on all bytes, and where none does, the MOST_PROVED best. The others keep the sample's counts.
     Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves open, and one
@@ -307,7 +307,9 @@ def _may_be(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochast
     if stochastic:
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
         wrong = (codes != low) & (codes != high)
-        elsewhere = np.count_nonzero(codes != _codes_under(q, x, r, hadamard, None))
+        nearest = _codes_under(q, x, r, hadamard, None)
+        zeros = (codes | nearest) & (r.element.sign_bit - 1) == 0  # of any sign: a sign rule of its own is no random rounding
+        elsewhere = np.count_nonzero((codes != nearest) & ~zeros)
         if elsewhere < ELSEWHERE * np.count_nonzero(low != high):
             return False
     else:
