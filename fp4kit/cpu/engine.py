@@ -1,7 +1,7 @@
 """The fast engine of the host: functions of reference.engine by compiled loops, for what those cover; it declines all else.
 
-Its results are the specification's in every bit: elements and scales are computed by the kernels' own rules (cuda/kernels/rules),
-values are looked up in tables that the specification makes, and blocks with NaN or infinities go to the specification.
+Its results are the specification's in every bit: codes, scales and values are computed by the kernels' own rules
+(cuda/kernels/rules), and what holds NaN or infinities goes to the specification.
 """
 
 from __future__ import annotations
