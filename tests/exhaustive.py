@@ -32,7 +32,7 @@ def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
     return [*chosen, *exhaustive(name for name in names if name not in chosen)]
 
 
-USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te")
+USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt-channel")
 
 
 def seldom() -> frozenset[str]:
