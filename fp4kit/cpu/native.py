@@ -65,7 +65,7 @@ class AmaxCall(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """Of fp4kit_decode; see source/engine.h."""
+    """Of fp4kit_decode; see source/decoder.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),

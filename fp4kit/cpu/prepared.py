@@ -112,7 +112,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
 class FakeQuantizeCall:
     """fake_quantize along rows, by codes and with nearest rounding."""
 
-    like: _Like
+    like: EncodeCall
+    tensor: int
     values: DecodeCall
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -123,8 +124,7 @@ class FakeQuantizeCall:
         if not is_ieee():
             return None
         out = np.empty(self.shape, self.dtype)
-        like, tensor = self.like
-        undone = self.library(like, self.values, x.ctypes.data, out.ctypes.data, tensor, threads_for(self.size))
+        undone = self.library(self.like, self.values, x.ctypes.data, out.ctypes.data, self.tensor, threads_for(self.size))
         return None if undone else out
 
 
@@ -139,7 +139,7 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         decode = decode_call(np.reshape(values, (-1, shape[-1])), r, 0, None if r.scale is None else 0)
     except Declined:
         return None
-    return FakeQuantizeCall(like, decode, shape, call.x.dtype, call.x.size, found)
+    return FakeQuantizeCall(*like, decode, shape, call.x.dtype, call.x.size, found)
 
 
 @dataclass(frozen=True, slots=True)

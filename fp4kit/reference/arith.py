@@ -10,6 +10,7 @@ import numpy as np
 
 from fp4kit.formats import FLT_MIN
 
+ONE, ZERO = np.float32(1), np.float32(0)
 INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6) on sm_90
 
 

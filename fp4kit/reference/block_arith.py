@@ -8,8 +8,6 @@ from fp4kit.formats import E4M3
 from fp4kit.reference.codec import decode
 from fp4kit.rounding import exponent_field
 
-ONE = np.float32(1)
-
 
 def decode_scale(codes: np.ndarray) -> np.ndarray:
     """Values of E4M3 scales."""

@@ -22,13 +22,11 @@ import numpy as np
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import block_rules_gguf_mlx, block_rules_powers, block_rules_serving
-from fp4kit.reference.arith import INV6, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
+from fp4kit.reference.arith import INV6, ONE, ZERO, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
 from fp4kit.reference.block_arith import decode_scale, inverse_e8m0
 from fp4kit.reference.codec import decode, encode, encode_e8m0
-from fp4kit.reference.scaling import ONE, TensorScale, round_to
+from fp4kit.reference.scaling import TensorScale, round_to
 from fp4kit.rounding import exponent_field
-
-ZERO = np.float32(0)
 
 
 class BlockRule(NamedTuple):

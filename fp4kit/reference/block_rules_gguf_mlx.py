@@ -6,11 +6,10 @@ import numpy as np
 
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import log2
+from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import ONE, TensorScale, round_to
+from fp4kit.reference.scaling import TensorScale, round_to
 
-ZERO = np.float32(0)
 _LEAST_NORMAL, _LEAST_WRAPPED = 2.0**-126, 127 - 149 + 256  # exponents of float32 go down to -149
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import log2
-from fp4kit.reference.block_arith import ONE, exponent_up, inverse_e8m0
+from fp4kit.reference.arith import ONE, ZERO, log2
+from fp4kit.reference.block_arith import exponent_up, inverse_e8m0
 from fp4kit.reference.scaling import TensorScale, round_to
 from fp4kit.rounding import exponent_field
 
-ZERO = np.float32(0)
 NAN = np.float32(np.nan)
 QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
 

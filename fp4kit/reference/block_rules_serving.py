@@ -6,13 +6,12 @@ import numpy as np
 
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import INV6, reciprocal_approx_ftz
-from fp4kit.reference.block_arith import ONE, decode_scale
+from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz
+from fp4kit.reference.block_arith import decode_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.scaling import TensorScale, round_to
 
 QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
-ZERO = np.float32(0)
 NAN = np.float32(np.nan)
 
 

@@ -11,9 +11,9 @@ from typing import Literal
 import numpy as np
 
 from fp4kit.formats import E8M0, ElementFormat
+from fp4kit.reference.arith import ONE
 from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
-ONE = np.float32(1)
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
 # Which values, of these magnitudes' codes, get the sign bit: those whose sign bit is set (-0 keeps it), those below zero, those

@@ -8,13 +8,12 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.arith import ONE, ZERO
 from fp4kit.reference.block_arith import inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode, encode_e8m0
-from fp4kit.reference.scaling import ONE, TINY_AMAX, round_to
+from fp4kit.reference.scaling import TINY_AMAX, round_to
 from fp4kit.rounding import power_of_two
-
-ZERO = np.float32(0)
 
 
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -8,11 +8,11 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import divide_ftz, flush, multiply_ftz
+from fp4kit.reference.arith import ONE, divide_ftz, flush, multiply_ftz
 from fp4kit.reference.block_rules_serving import factor_fouroversix
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import ONE, TensorScale, full_range
+from fp4kit.reference.scaling import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed

@@ -7,7 +7,8 @@ import numpy as np
 from fp4kit.formats import FLT_MAX
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
-from fp4kit.reference.scaling import ONE, TensorScale, full_range, tensor_scale
+from fp4kit.reference.arith import ONE
+from fp4kit.reference.scaling import TensorScale, full_range, tensor_scale
 
 UNKNOWN = np.float32(-1)  # in place of an amax where none gives the scale
 NEAR = 8  # float32 steps between tensor_scale * full_range and the amaxes of a rule of a few float32 roundings

@@ -13,8 +13,8 @@ import numpy as np
 
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.arith import ONE
 
-ONE = np.float32(1)
 Pair = tuple[np.ndarray, np.ndarray]  # encode, decode
 TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat a smaller amax as "no scale"
 
