@@ -24,7 +24,7 @@ FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax
         "mxfp4-triton-kernels",
         "mxfp4-quark-floor",
     ),
-    *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix"),
+    *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix", "mxfp8-quark-even"),
 )
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -40,6 +40,7 @@ def edges(dtype) -> np.ndarray:
     x = (x * 2.0 ** exponents[:, None]).astype(dtype)
     x[0, :32], x[1, :16], x[2, 16:32] = 0, -0.0, 0
     x[3, 5], x[4, 6], x[5, 32:64:2] = np.inf, np.nan, -np.inf
+    x.view(f"u{x.itemsize}")[[6, 7], [2, 40]] = (1 << 8 * x.itemsize - 1) - 1  # the NaN of instructions of GPUs, whose bits are ones
     return x
 
 

@@ -26,10 +26,10 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full."""
+    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full, or of any NaN."""
     bits = np.asarray(amax, np.float32).view(np.int32)
     field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
-    return np.where(field == 255, 255, field - recipe.element.emax)
+    return np.where((field == 255) | np.isnan(amax), 255, field - recipe.element.emax)
 
 
 def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

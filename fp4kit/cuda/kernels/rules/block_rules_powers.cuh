@@ -18,9 +18,11 @@ FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
 
 // ---- from the bits of the amax -------------------------------------------------------------------------------------------
 
-// Exponent field of amax rounded to the mantissa of the element, minus emax.
+// Exponent field of amax rounded to the mantissa of the element, minus emax; 255 where that is full, or of any NaN: a payload of ones,
+// which instructions of GPUs make, would carry into the sign.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
+  if (is_nan(amax)) return 255;
   const i32 field = static_cast<i32>((bits_of(amax) + (1u << (22 - R::Element::kMantissaBits))) >> 23 & 0xFFu);
   return field == 255 ? 255 : field - R::Element::kEmax;
 }
