@@ -24,6 +24,7 @@ from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
 from fp4kit.ops.requantize import Requantized, requantize
+from fp4kit.ops.search_scales import search_scales
 from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized import Quantized
@@ -65,6 +66,7 @@ __all__ = [
     "recipes",
     "requantize",
     "save",
+    "search_scales",
     "set_num_threads",
     "specification",
     "swizzle",

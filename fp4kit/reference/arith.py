@@ -91,3 +91,26 @@ def log2(x: np.ndarray) -> np.ndarray:
     """Correctly rounded float32 log2."""
     with np.errstate(divide="ignore"):
         return np.log2(x.astype(np.float64)).astype(np.float32)
+
+
+def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved by a power of two where |b| is below 2^-126 or above 2^126."""
+    size = np.abs(b)
+    moved = np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
+    return (a * moved) * reciprocal_approx_ftz(b * moved)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 a * b + c, rounded once.
+
+    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits for
+    the second rounding to be the only one that counts.
+    """
+    product = np.asarray(a, np.float64) * b
+    total = product + c
+    back = total - product
+    cut = (product - (total - back)) + (c - back)
+    bits = np.atleast_1d(total).view(np.int64)
+    inexact = np.isfinite(total) & (cut != 0) & ((bits & 1).reshape(total.shape) == 0)
+    step = np.where((cut > 0) == (total > 0), 1, -1)
+    return (bits.reshape(total.shape) + np.where(inexact, step, 0)).view(np.float64).astype(np.float32)

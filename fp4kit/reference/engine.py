@@ -16,6 +16,7 @@ from fp4kit import layouts
 from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
 from fp4kit.call.parse import Call, Options, quantize_call
+from fp4kit.call.search import Search
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized
@@ -30,13 +31,14 @@ from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
+from fp4kit.reference.search import search_matrix
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
 __all__ = [
     "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "quantize_with_scales", "requantize", "swizzle", "transpose", "unpack",
+    "quantize_both", "quantize_with_scales", "requantize", "search_scales", "swizzle", "transpose", "unpack",
 ]  # fmt: skip
 
 
@@ -91,6 +93,7 @@ class Matrices(NamedTuple):
     quantize: Callable[..., None] = quantize_matrix
     encode: Callable[..., None] = encode_matrix
     dequantize: Callable[..., None] = dequantize_matrix
+    search: Callable[..., None] = search_matrix
 
 
 def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
@@ -98,6 +101,19 @@ def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return by.tensor_amax(call.moved, call.recipe, call.mask)
+
+
+@np.errstate(all="ignore")
+def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
+    """Block amaxes of least loss: float32 (..., M, K / 16)."""
+    call, r = search.call, search.call.recipe
+    amaxes, out = _tensor_amax(call, by), np.zeros(scale_shape(call.moved.shape, r), np.float32)
+    if out.size:
+        matrices = stack(call.moved, r, is_per_expert(amaxes, r))
+        flat = out.reshape(len(matrices), -1, out.shape[-1])
+        for i, matrix in enumerate(matrices):
+            by.search(matrix, flat[i], part_of(amaxes, r, i, matrices.shape[:2]), search)
+    return out
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
 from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
 from fp4kit.cuda.engine.requantize import requantize
+from fp4kit.cuda.engine.search import search_scales
 
 __all__ = [
     "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
-    "quantize_both", "quantize_with_scales", "requantize", "swizzle", "transpose", "unpack",
+    "quantize_both", "quantize_with_scales", "requantize", "search_scales", "swizzle", "transpose", "unpack",
 ]  # fmt: skip

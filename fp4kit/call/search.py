@@ -1,0 +1,98 @@
+"""The parse of a call that searches block scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.call.amaxes import as_real
+from fp4kit.call.check import check_has_codes
+from fp4kit.call.parse import Call, array_call, with_amaxes
+from fp4kit.formats import E2M1, E4M3
+from fp4kit.recipes import Recipe, recipe_of
+
+NEAR = (-8, 8)  # codes beside that of the amax
+RUN = 16  # elements of a row of a block
+
+
+class Search(NamedTuple):
+    """A call, and what is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the
+    amax, both ends included, None for all."""
+
+    call: Call
+    weights: Any = None
+    hessian: Any = None
+    offsets: tuple[int, int] | None = None
+
+
+def search_call(
+    op: str, x: Any, recipe: str | Recipe, axis: int, *, tensor_amax: Any, weights: Any, hessian: Any, candidates: Any
+) -> Search:
+    """A call that finds block amaxes."""
+    check_searched(op, recipe_of(op, recipe))
+    offsets = _offsets(op, candidates)
+    call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
+    call = with_amaxes(call, given["tensor_amax"], None)
+    if weights is not None and hessian is not None:
+        raise ValueError(f"{op}: weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal")
+    K = call.moved.shape[-1]
+    found = _float32(call, "weights", given["weights"], (K,)), _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN))
+    for name, array in zip(("weights", "hessian"), found, strict=True):
+        if isinstance(array, np.ndarray):
+            _CHECKS[name](op, array)
+    return Search(call, *found, offsets)
+
+
+def check_searched(op: str, r: Recipe) -> None:
+    """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
+    check_has_codes(op, r)
+    if not (r.static and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+        raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
+                         "such as nvfp4-modelopt-static")  # fmt: skip
+
+
+def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
+    """Codes beside that of the amax; None for all."""
+    if isinstance(candidates, str):
+        if candidates in ("all", "near"):
+            return None if candidates == "all" else NEAR
+    elif isinstance(candidates, (tuple, list)) and len(candidates) == 2:
+        low, high = (as_index(op, "candidates", end) for end in candidates)
+        if low <= high:
+            return low, high
+    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', 'near', or two ints (low, high): codes beside that of the amax")
+
+
+def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
+    """A float32 array of a shape, contiguous and where the call's arrays are; None stays."""
+    if given is None:
+        return None
+    array = given if call.on_device and not isinstance(given, np.ndarray) else as_real(call.op, name, given)
+    if array.dtype != np.float32:
+        raise TypeError(f"{call.op}: {name} is {array.dtype}; needs float32 on a device")
+    if array.shape != shape:
+        raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {_OF[name]}")
+    return array if array.flags.c_contiguous else array.copy()
+
+
+_OF = {"weights": "columns", "hessian": "blocks of 16 columns"}
+
+
+def _check_weights(op: str, weights: np.ndarray) -> None:
+    bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if bad:
+        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite weights >= 0")
+
+
+def _check_hessian(op: str, hessian: np.ndarray) -> None:
+    if not np.isfinite(hessian).all():
+        raise ValueError(f"{op}: hessian holds {np.count_nonzero(~np.isfinite(hessian))} value(s) that are NaN or infinite; needs finite ones")
+    apart = np.abs(hessian - hessian.transpose(0, 2, 1)).max(axis=(1, 2), initial=0)
+    bad = apart > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
+    if bad.any():
+        raise ValueError(f"{op}: hessian[{int(bad.argmax())}] is not symmetric (by up to {apart.max():.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
+
+
+_CHECKS = {"weights": _check_weights, "hessian": _check_hessian}

@@ -1,0 +1,63 @@
+"""search_scales on CuPy arrays."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.parse import Declined
+from fp4kit.call.search import Search
+from fp4kit.cuda import loader
+from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.parts import scale_shape
+from fp4kit.recipes import Recipe
+
+_POINTERS = ("x", "tensor_amax", "weights", "block_amax", "unproven")
+_SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
+_ALL = (-126, 126)
+
+
+def search_scales(search: Search) -> Any:
+    """Block amaxes of least loss: float32 (..., K / 16)."""
+    call, r = search.call, search.call.recipe
+    if r.block_rows > 1:
+        raise Declined(f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has; compute on the CPU with cupy.asnumpy(x)")
+    cupy = interop.cupy()
+    with interop.making_current(call.x.device.id):
+        x = cupy.ascontiguousarray(call.moved)
+        amaxes = tensor_amax(call, x)
+        out = cupy.empty(scale_shape(x.shape, r), np.float32)
+        if x.size:
+            B = prod(x.shape[:-2]) if is_per_expert(amaxes, r) else 1
+            parts = zip(x.reshape(B, -1, x.shape[-1]), out.reshape(B, -1), strict=True)
+            for i, (part, found) in enumerate(parts):
+                search_matrix(part, found, part_of(amaxes, r, i, (B, len(part))), search)
+        return out
+
+
+def search_matrix(x: Any, out: Any, amax: Any, search: Search, unproven: Any = None) -> None:
+    """Of one matrix into out; unproven: a uint64 to add the blocks to that were searched in full."""
+    low, high = search.offsets or _ALL
+    whole = aligned(x, 16)
+    check_count(x.size)
+    function = _function(search.call.recipe, x.dtype, whole, search.weights is not None, x.device.id)
+    blocks = grid(-(-x.size // 16 // THREADS), x.device.id, 8)
+    launch = Launch(function, blocks, _SEARCH, *x.shape, low & _MASK, high & _MASK)
+    launch(*map(address, (x, amax, search.weights, out, unproven)))
+
+
+_MASK = (1 << 64) - 1
+
+
+@cache
+def _function(r: Recipe, dtype: np.dtype, whole: bool, weighted: bool, device: int) -> Any:
+    source = instantiation("search", recipe_struct(r), Input=TYPES[dtype], kAligned=whole, kWeighted=weighted)
+    return loader.function(source, "search_kernel", device)

@@ -1,0 +1,67 @@
+// Losses of blocks of 16 under candidate scales: reference/search_sweep.py, operation by operation.
+#pragma once
+
+#include "convert.cuh"
+
+constexpr int kSearched = 16;         // elements of a block
+constexpr u32 kLastCandidate = 126u;  // E4M3 codes 1 ... 126
+
+// A scale, and what elements are multiplied with in place of a division by it.
+struct Candidate {
+  float scale, reciprocal;
+};
+
+// 2^24 or 2^-2 where div.full.f32 moves both operands first, else 1.
+FP4KIT_DEVICE float moved_by(float scale) { return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f; }
+
+// The block amax whose scale is a code, and the candidate, under a tensor amax.
+template <class R>
+FP4KIT_DEVICE float candidate_amax(u32 code, float amax) { return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax)); }
+template <class R>
+FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
+  const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
+  return {safe, rcp_approx_ftz(safe * moved_by(safe))};
+}
+
+// The E2M1 value nearest to v < 7, ties to even codes. With m = 2^floor(log2(max(v, 1))) the last bit of v + 1.5 * 2^22 m is worth m / 2.
+FP4KIT_DEVICE float nearest_e2m1(float v) {
+  const float m = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u);
+  return fma_rn(-m, 0x1.8p22f, fma_rn(m, 0x1.8p22f, v));
+}
+
+// What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32 does not move.
+template <bool kAny>
+FP4KIT_DEVICE float left_of(float a, Candidate c, float moved) {
+  if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * moved * c.reciprocal, 6.0f)), a);
+  return fma_rn(-c.scale, nearest_e2m1(a * c.reciprocal), a);
+}
+
+// Elements of a block, magnitudes, with the weights of their columns if kWeighted.
+template <bool kWeighted>
+struct Searched {
+  float a[kSearched], w[kWeighted ? kSearched : 1];
+};
+
+// d^2, or w d^2, on top of a sum.
+template <bool kWeighted>
+FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d, float sum) {
+  if constexpr (kWeighted) return fma_rn(block.w[i] * d, d, sum);
+  return fma_rn(d, d, sum);
+}
+
+// sum of (w) (a - q scale)^2, as Triton's four threads add four elements each, and then their sums.
+template <bool kAny, bool kWeighted>
+FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float moved) {
+  float sums[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float d[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) d[j] = left_of<kAny>(block.a[4 * i + j], c, moved);
+    const float second = kWeighted ? block.w[kWeighted ? 4 * i + 1 : 0] * d[1] * d[1] : d[1] * d[1];
+    sums[i] = add_square(block, 4 * i, d[0], second);
+    sums[i] = add_square(block, 4 * i + 2, d[2], sums[i]);
+    sums[i] = add_square(block, 4 * i + 3, d[3], sums[i]);
+  }
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}

@@ -1,0 +1,113 @@
+// The pruned search of a block's scale among E4M3 codes, a block a thread. What it cannot prove, a warp searches in full.
+//
+// Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
+//
+// Down. The largest element alone has a loss of d^2, d = amax - 6 scale, and a sum of floats that are not negative is no less than any of
+// them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
+//
+// Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding is monotone,
+// L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose scales are above amax / 7. L(c)
+// exceeds L*(c) only where a quotient is so near to a tie that its own error decides. That error is under 1.5 * 2^-23 of the quotient; a tie
+// t between neighbours h apart then costs 2 h t * 1.5 * 2^-23 scale^2, h t <= 10; 16 of them and the rounding of sums under 16 scale^2
+// stay below slack(c) = 2^-13 scale^2 (times the largest weight). So L(2^j c) >= L*(c) >= L(c) - slack(c). The least L of all that were
+// looked at is that of the full search if L(c) - slack(c) is no less for the other c of first ... end - 1, and for twice the winner where
+// that is beyond: what is beyond comes later, and the first of equals wins. No square is lost while scales are in 2^-60 ... 2^50.
+#pragma once
+
+#include "block.cuh"
+#include "loss.cuh"
+#include "memory.cuh"
+
+struct SearchArguments {
+  const void* x;
+  const float *tensor_amax, *weights;  // weights: a float32 for each column
+  float* block_amax;
+  u64* unproven;  // blocks that a warp searched in full are added; null if nobody asks
+  i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
+};
+
+// What threads of a thread block share: the candidates by code, and what finds the first code of a block.
+struct Candidates {
+  Candidate of[128];
+  float per_amax;  // codes of values above amax times this have scales above amax / 7
+  bool ordinary;   // the bounds hold
+};
+
+template <class R>
+FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
+  for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) shared.of[code] = candidate_of<R>(code, amax);
+  if (threadIdx.x == 0) {
+    shared.per_amax = R::kScaleMax * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amax;
+    shared.ordinary = candidate_amax<R>(1u, amax) > 0x1p-57f && candidate_amax<R>(kLastCandidate, amax) < 0x1p50f;
+  }
+  __syncthreads();
+}
+
+// The least E4M3 code of a value of at least x >= 0: 127 above 448.
+FP4KIT_DEVICE u32 code_above(float x) {
+  if (x >= 0x1p-6f) return minimum((bits_of(x) + 0xFFFFFu >> 20) - (120u << 3), 127u);
+  return maximum((bits_of(x + 0x1p-6f) + 0xFFFFFu >> 20) - (121u << 3), 1u);
+}
+
+// The first candidate of least loss, of those that were looked at.
+struct Best {
+  float loss;
+  u32 code;
+};
+
+// Codes low ... high.
+struct Span {
+  u32 low, high;
+};
+
+// The candidates of a block: all, or those beside the code of its own amax.
+template <class R>
+FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) {
+  if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
+  const i64 own = R::BlockRule::template code<R, Float32>(amax, t);
+  const auto within = [](i64 code) { return static_cast<u32>(minimum<i64>(maximum<i64>(code, 1), kLastCandidate)); };
+  return {within(own + a.lower), within(own + a.upper)};
+}
+
+template <bool kWeighted>
+FP4KIT_DEVICE float slack_of(const Searched<kWeighted>& block, float scale) {
+  float weight = 0x1p-13f;
+  if constexpr (kWeighted) {
+    float largest = block.w[0];
+#pragma unroll
+    for (int i = 1; i < kSearched; ++i) largest = fmaxf(largest, block.w[i]);
+    weight = largest * 0x1p-13f;
+  }
+  return weight * scale * scale;
+}
+
+// Whether the search of a block, amax > 0, is proven; best: its result.
+template <bool kWeighted>
+FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared, Best& best) {
+  const u32 first = maximum(code_above(amax * shared.per_amax), span.low);
+  const u32 end = minimum(first < 8u ? 16u : first + 8u, span.high + 1u);
+  float others = __int_as_float(0x7F800000), lowered = others;  // least loss less its slack: of all but the best; of the best
+#pragma unroll 1
+  for (u32 code = first; code < end; ++code) {
+    const Candidate c = shared.of[code];
+    const float loss = loss_of<false>(block, c, 1.0f), less = loss - slack_of(block, c.scale);
+    const bool better = loss < best.loss;
+    others = fminf(others, better ? lowered : less);
+    if (better) best = {loss, code}, lowered = less;
+  }
+  const u32 above = best.code;
+#pragma unroll 1
+  for (u32 code = minimum(first, span.high + 1u) - 1u; code >= span.low; --code) {
+    const Candidate c = shared.of[code];
+    const float d = fma_rn(-6.0f, c.scale, amax);
+    if (d > 0.0f && d * d > best.loss) break;
+    const float loss = loss_of<true>(block, c, 1.0f);
+    if (loss <= best.loss) best = {loss, code};
+  }
+  if (best.code != above) return fminf(others, lowered) >= best.loss;
+  const u32 twice = above + minimum(above, 8u);
+  if (others < best.loss) return false;
+  if (twice < end || twice > span.high) return true;
+  const Candidate c = shared.of[twice];
+  return loss_of<false>(block, c, 1.0f) - slack_of(block, c.scale) >= best.loss;
+}
