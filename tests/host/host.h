@@ -144,6 +144,7 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
   host_wait(warp, kHostWarp);
   return result;
 }
+inline void __syncwarp() { host_wait(host_warps[threadIdx.x / kHostWarp], kHostWarp); }
 inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value != 0) != 0; }
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;

@@ -86,7 +86,7 @@ template <bool kWeighted>
 FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared, Best& best) {
   const u32 first = maximum(code_above(amax * shared.per_amax), span.low);
   const u32 end = minimum(first < 8u ? 16u : first + 8u, span.high + 1u);
-  float others = __int_as_float(0x7F800000), lowered = others;  // least loss less its slack: of all but the best; of the best
+  float others = float_of(kInfinityBits), lowered = others;  // least loss less its slack: of all but the best; of the best
 #pragma unroll 1
   for (u32 code = first; code < end; ++code) {
     const Candidate c = shared.of[code];
