@@ -2,8 +2,8 @@
 //
 // Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
 //
-// Down. The largest element alone has a loss of d^2, d = amax - 6 scale, and a sum of floats that are not negative is no less than any of
-// them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
+// Down. The largest element alone has a loss of d^2 (times its weight), d = amax - 6 scale, and a sum of floats that are not negative is no
+// less than any of them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
 //
 // Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding is monotone,
 // L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose scales are above amax / 7. L(c)
@@ -69,6 +69,17 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
   return {within(own + a.lower), within(own + a.upper)};
 }
 
+// The weight of the largest element, the least of equals; 1 without weights.
+template <bool kWeighted>
+FP4KIT_DEVICE float weight_of_largest(const Searched<kWeighted>& block, float amax) {
+  float weight = kWeighted ? float_of(kInfinityBits) : 1.0f;
+  if constexpr (kWeighted) {
+#pragma unroll
+    for (int i = 0; i < kSearched; ++i) weight = block.a[i] == amax ? fminf(weight, block.w[i]) : weight;
+  }
+  return weight;
+}
+
 template <bool kWeighted>
 FP4KIT_DEVICE float slack_of(const Searched<kWeighted>& block, float scale) {
   float weight = 0x1p-13f;
@@ -96,11 +107,12 @@ FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Spa
     if (better) best = {loss, code}, lowered = less;
   }
   const u32 above = best.code;
+  const float weight = weight_of_largest(block, amax);
 #pragma unroll 1
   for (u32 code = minimum(first, span.high + 1u) - 1u; code >= span.low; --code) {
     const Candidate c = shared.of[code];
     const float d = fma_rn(-6.0f, c.scale, amax);
-    if (d > 0.0f && d * d > best.loss) break;
+    if (d > 0.0f && weight * d * d > best.loss) break;
     const float loss = loss_of<true>(block, c, 1.0f);
     if (loss <= best.loss) best = {loss, code};
   }
