@@ -14,15 +14,16 @@ from fp4kit.call.parse import Declined
 from fp4kit.call.search import Search
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
 
-_POINTERS = ("x", "tensor_amax", "weights", "block_amax", "unproven")
+_POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
 _ALL = (-126, 126)
+_WORD = (1 << 64) - 1  # of a signed number
 
 
 def search_scales(search: Search) -> Any:
@@ -44,20 +45,23 @@ def search_scales(search: Search) -> Any:
 
 
 def search_matrix(x: Any, out: Any, amax: Any, search: Search, unproven: Any = None) -> None:
-    """Of one matrix into out; unproven: a uint64 to add the blocks to that were searched in full."""
-    low, high = search.offsets or _ALL
-    whole = aligned(x, 16)
+    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried."""
     check_count(x.size)
-    function = _function(search.call.recipe, x.dtype, whole, search.weights is not None, x.device.id)
-    blocks = grid(-(-x.size // 16 // THREADS), x.device.id, 8)
-    launch = Launch(function, blocks, _SEARCH, *x.shape, low & _MASK, high & _MASK)
-    launch(*map(address, (x, amax, search.weights, out, unproven)))
-
-
-_MASK = (1 << 64) - 1
+    rows, columns = x.shape
+    device, r, whole = x.device.id, search.call.recipe, aligned(x, 16)
+    if search.hessian is None:
+        function = _function("search", r, x.dtype, device, kAligned=whole, kWeighted=search.weights is not None)
+        blocks, of_columns = grid(-(-x.size // 16 // THREADS), device, 8), search.weights
+    else:
+        function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
+        strips = max(min(-(-rows // THREADS), multiprocessors(device) * 8 // (columns // 16)), 1)
+        blocks, of_columns = columns // 16 * strips, search.hessian
+    offsets = (end & _WORD for end in search.offsets or _ALL)
+    launch = Launch(function, blocks, _SEARCH, rows, columns, *offsets)
+    launch(*map(address, (x, amax, of_columns, out, unproven)))
 
 
 @cache
-def _function(r: Recipe, dtype: np.dtype, whole: bool, weighted: bool, device: int) -> Any:
-    source = instantiation("search", recipe_struct(r), Input=TYPES[dtype], kAligned=whole, kWeighted=weighted)
-    return loader.function(source, "search_kernel", device)
+def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, **options: bool) -> Any:
+    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **options)
+    return loader.function(source, f"{kernel}_kernel", device)
