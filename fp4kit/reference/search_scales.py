@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.search import Search
+from fp4kit.call.search_scales import Search
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_full, fma

@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Declined
-from fp4kit.call.search import Search
+from fp4kit.call.search_scales import Search
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
