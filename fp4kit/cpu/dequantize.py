@@ -34,13 +34,19 @@ def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
     """reference.dequantize.dequantize_matrix."""
-    tensor = _spread(tensor.columns(recipe))
+    tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
+    scales = None if scales is None else _in_rows(scales)
     for rows, columns in _units_left(packed, scales, recipe, tensor, out):
         blocks = blocks_of(columns, recipe)
         specification.dequantize_matrix(
             packed[rows, bytes_of(columns, recipe)], None if scales is None else scales[rows, blocks], recipe,
             tensor.cut(rows, blocks), out[rows, columns],
         )  # fmt: skip
+
+
+def _in_rows(bytes_: np.ndarray) -> np.ndarray:
+    """With the bytes of a row one after the other, as the library reads them."""
+    return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
