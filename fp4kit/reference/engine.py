@@ -30,6 +30,7 @@ from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
+from fp4kit.reference.search import searched
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -106,6 +107,7 @@ def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes and scales of call.moved, into call.out or a new Quantized."""
     amax, r = _tensor_amax(call, by), call.recipe
+    call = searched(call, amax)
     packed, scales = _direct_outputs(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, by)
