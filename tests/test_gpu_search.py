@@ -96,3 +96,30 @@ def test_hessian(dtype) -> None:
         check(x, tensor_amax=amax, hessian=hessians(128, 1))
     check(x, tensor_amax=4.0, hessian=hessians(128), candidates=(-3, 4))
     check(x, "nvfp4-modelopt-static-4over6", tensor_amax=4.0, hessian=hessians(128))
+
+
+MSE = "nvfp4-modelopt-mse"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_recipe_that_searches(dtype) -> None:
+    x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
+    for options in ({}, {"axis": 0}, {"tensor_amax": 3.0}, {"scale_layout": "swizzled_128x4"}):
+        found, expected = fp4kit.quantize(cupy.asarray(x), MSE, **options), fp4kit.quantize(x, MSE, **options)
+        assert found.recipe.id == MSE
+        for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+            assert differing(getattr(found, part), getattr(expected, part)) == 0, part
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), MSE), fp4kit.fake_quantize(x, MSE)) == 0
+    for found, expected in zip(fp4kit.quantize_both(cupy.asarray(x), MSE), fp4kit.quantize_both(x, MSE), strict=True):
+        assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
+    out = fp4kit.quantize(cupy.asarray(x * dtype(2)), MSE)
+    again = fp4kit.quantize(cupy.asarray(x), MSE, out=out)
+    assert again is out and differing(out.packed, fp4kit.quantize(x, MSE).packed) == 0
+
+
+def test_recipe_equals_its_two_steps() -> None:
+    x = searched_blocks(np.float32)[:40]
+    amax = fp4kit.search_scales(x, MSE)
+    assert (amax == fp4kit.search_scales(x, STATIC)).all()
+    one, two = fp4kit.quantize(x, MSE), fp4kit.quantize(x, STATIC, block_amax=amax)
+    assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.search_scales import Search
+from fp4kit.call.search_scales import PLAIN, Search, Terms
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_full, fma
@@ -26,33 +26,33 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 
     out: float32 (M, K / 16), that of a block in each of its rows.
     """
-    height = search.call.recipe.block_rows
-    rows = max(CHUNK // x.shape[1] // height, 1) * height
+    r = search.call.recipe
+    rows = max(CHUNK // x.shape[1] // r.block_rows, 1) * r.block_rows
     for first in range(0, len(x), rows):
         part = x[first : first + rows].astype(np.float32)
-        out[first : first + rows] = np.repeat(_search_rows(part, amax, search), height, axis=0)[: len(part)]
+        chosen = least_amaxes(part, np.float32(amax.reshape(())), r, search.terms)
+        out[first : first + rows] = np.repeat(chosen, r.block_rows, axis=0)[: len(part)]
 
 
-def _search_rows(x: np.ndarray, amax: np.ndarray, search: Search) -> np.ndarray:
-    r = search.call.recipe
-    candidates = candidate_amaxes(np.float32(amax.reshape(())), r)
-    low, high = _span(block_amax(x, r), amax, search)
+def least_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = PLAIN) -> np.ndarray:
+    """The same of float32 x, whose tensor has an amax: one for each block."""
+    candidates = candidate_amaxes(amax, r)
+    low, high = _span(block_amax(x, r), amax, r, terms)
     best, code = np.full(low.shape, np.inf, np.float32), low
-    for i, scale in zip(CODES, scales_of(candidates, amax, search), strict=True):
-        loss = losses(x, scale, search)
+    for i, scale in zip(CODES, scales_of(candidates, amax, r, terms), strict=True):
+        loss = losses(x, scale, r, terms)
         better = (loss < best) & (low <= i) & (i <= high)
         best, code = np.where(better, loss, best), np.where(better, i, code)
     return candidates[code - 1]
 
 
-def _span(amaxes: np.ndarray, amax: np.ndarray, search: Search) -> tuple[np.ndarray, np.ndarray]:
+def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
     """First and last code that blocks may have: all, or those around the code of their own amax."""
-    if search.offsets is None:
+    if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
-    r = search.call.recipe
-    tensor = tensor_scale(amax.reshape(()), r, np.dtype(np.float32))
+    tensor = tensor_scale(np.asarray(amax), r, np.dtype(np.float32))
     own = code_modelopt_static(amaxes, tensor, r, np.dtype(np.float32)).astype(np.int32)
-    low, high = (np.clip(own + offset, CODES[0], CODES[-1]).astype(np.uint8) for offset in search.offsets)
+    low, high = (np.clip(own + offset, CODES[0], CODES[-1]).astype(np.uint8) for offset in terms.offsets)
     return low, high
 
 
@@ -64,11 +64,11 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 
 
-def scales_of(candidates: np.ndarray, amax: np.ndarray, search: Search) -> np.ndarray:
+def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
     """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1 where that is 0."""
     scales = candidates * SIXTH
-    if search.hessian is not None:
-        scales = _through_e4m3(scales, amax.reshape(()) * np.float32(448 / search.call.recipe.scale_max) * SIXTH)
+    if terms.hessian is not None:
+        scales = _through_e4m3(scales, amax * np.float32(448 / r.scale_max) * SIXTH)
     return np.where(scales == 0, ONE, scales)
 
 
@@ -82,15 +82,14 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 # ---- losses -----------------------------------------------------------------------------------------------------------------
 
 
-def losses(x: np.ndarray, scale: np.float32, search: Search) -> np.ndarray:
+def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
     """The loss of each block of float32 x (M, K) under one scale: float32 (ceil(M / block rows), K / 16)."""
-    r = search.call.recipe
     runs = x.reshape(len(x), -1, r.block_size)
     d = left_of(np.abs(runs), scale)
-    if search.hessian is not None:
-        rows = quadratic(np.where(runs >= 0, d, -d), search.hessian)
+    if terms.hessian is not None:
+        rows = quadratic(np.where(runs >= 0, d, -d), terms.hessian)
     else:
-        rows = squared(d, None if search.weights is None else search.weights.reshape(-1, r.block_size))
+        rows = squared(d, None if terms.weights is None else terms.weights.reshape(-1, r.block_size))
     total = rows[:: r.block_rows].copy()
     for i in range(1, r.block_rows):
         more = rows[i :: r.block_rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import prod
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
-from fp4kit.call.parse import Declined
-from fp4kit.call.search_scales import Search
+from fp4kit.call.parse import Call, Declined
+from fp4kit.call.search_scales import PLAIN, Search, Terms
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
@@ -40,25 +41,45 @@ def search_scales(search: Search) -> Any:
             B = prod(x.shape[:-2]) if is_per_expert(amaxes, r) else 1
             parts = zip(x.reshape(B, -1, x.shape[-1]), out.reshape(B, -1), strict=True)
             for i, (part, found) in enumerate(parts):
-                search_matrix(part, found, part_of(amaxes, r, i, (B, len(part))), search)
+                search_matrix(part, found, part_of(amaxes, r, i, (B, len(part))), r, search.terms)
         return out
 
 
-def search_matrix(x: Any, out: Any, amax: Any, search: Search, unproven: Any = None) -> None:
+def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None) -> None:
     """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried."""
     check_count(x.size)
     rows, columns = x.shape
-    device, r, whole = x.device.id, search.call.recipe, aligned(x, 16)
-    if search.hessian is None:
-        function = _function("search", r, x.dtype, device, kAligned=whole, kWeighted=search.weights is not None)
-        blocks, of_columns = grid(-(-x.size // 16 // THREADS), device, 8), search.weights
+    device, whole = x.device.id, aligned(x, 16)
+    if terms.hessian is None:
+        function = _function("search", r, x.dtype, device, kAligned=whole, kWeighted=terms.weights is not None)
+        blocks, of_columns = grid(-(-x.size // 16 // THREADS), device, 8), terms.weights
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
         strips = max(min(-(-rows // THREADS), multiprocessors(device) * 8 // (columns // 16)), 1)
-        blocks, of_columns = columns // 16 * strips, search.hessian
-    offsets = (end & _WORD for end in search.offsets or _ALL)
+        blocks, of_columns = columns // 16 * strips, terms.hessian
+    offsets = (end & _WORD for end in terms.offsets or _ALL)
     launch = Launch(function, blocks, _SEARCH, rows, columns, *offsets)
     launch(*map(address, (x, amax, of_columns, out, unproven)))
+
+
+def searched(call: Call) -> Call:
+    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; as it is without a search.
+
+    What no kernel searches stays as it is, too, and is declined as any other recipe that no way takes.
+    """
+    if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
+        return call
+    with interop.making_current(call.x.device.id):
+        call = call._replace(tensor_amax=tensor_amax(call, interop.cupy().ascontiguousarray(call.moved)))
+        return call._replace(recipe=_taking(call.recipe), block_amax=search_scales(Search(call)))
+
+
+_KERNELS = ("modelopt_sweep",)
+
+
+@cache
+def _taking(r: Recipe) -> Recipe:
+    return replace(r, search="", static=True)
 
 
 @cache
