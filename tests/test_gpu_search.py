@@ -16,7 +16,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Blocks that the bounds prove, and that they do not: spread, of few values, multiples of a scale, near ties, zero, not finite."""
+    """Blocks that the bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not finite."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
     x[8:16] = rng.standard_t(2, (8, 64))
@@ -30,7 +30,8 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 
 
 def check(x: np.ndarray, recipe=STATIC, **options) -> None:
-    found = fp4kit.search_scales(cupy.asarray(x), recipe, **{k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()})
+    there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+    found = fp4kit.search_scales(cupy.asarray(x), recipe, **there)
     assert differing(found, fp4kit.search_scales(x, recipe, **options)) == 0
 
 

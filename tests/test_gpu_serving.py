@@ -40,7 +40,7 @@ def edges(dtype) -> np.ndarray:
     x = (x * 2.0 ** exponents[:, None]).astype(dtype)
     x[0, :32], x[1, :16], x[2, 16:32] = 0, -0.0, 0
     x[3, 5], x[4, 6], x[5, 32:64:2] = np.inf, np.nan, -np.inf
-    x.view(f"u{x.itemsize}")[[6, 7], [2, 40]] = (1 << 8 * x.itemsize - 1) - 1  # the NaN of instructions of GPUs, whose bits are ones
+    x.view(f"u{x.itemsize}")[[6, 7], [2, 40]] = (1 << 8 * x.itemsize - 1) - 1  # the NaN that GPUs make
     return x
 
 

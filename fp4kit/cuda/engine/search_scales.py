@@ -31,7 +31,8 @@ def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / 16)."""
     call, r = search.call, search.call.recipe
     if r.block_rows > 1:
-        raise Declined(f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has; compute on the CPU with cupy.asnumpy(x)")
+        what = f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has"
+        raise Declined(f"{what}; compute on the CPU with cupy.asnumpy(x)")
     cupy = interop.cupy()
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
