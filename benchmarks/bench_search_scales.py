@@ -56,7 +56,7 @@ def run(bench: Bench) -> None:
     amax, columns = fp4kit.amax(x), TALL[1]
     weights = bench.cupy.asarray(np.random.default_rng(2).random(columns, np.float32))
     hessian = hessians(bench, columns)
-    kinds: dict[str, dict[str, Any]] = {"near": {"candidates": "near"}, "weights": {"weights": weights}, "Hessian": {"hessian": hessian}}
+    kinds: dict[str, Any] = {"near": {"candidates": "near"}, "weights": {"weights": weights}, "Hessian": {"hessian": hessian}}
     for name, options in kinds.items():
         search = lambda options=options: fp4kit.search_scales(x, RECIPE, tensor_amax=amax, **options)  # noqa: E731
         others = sweep(bench, x, amax, search(), hessian) if "hessian" in options else {}

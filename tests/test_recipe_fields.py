@@ -141,7 +141,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "first of integers": (
         "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
     ),
-    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents, modelopt_sweep"),
+    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents"),
     "search of another type": ("nvfp4-te", {"search": None}, V, "search is None; needs one of auto_round_powers"),
     "search as a list": ("nvfp4-te", {"search": []}, V, "search is []; needs one of auto_round_powers"),
     "search of powers": (

@@ -28,7 +28,7 @@ def chosen(x, name, amax=None):
     """Block amaxes that the search chooses."""
     r = RECIPES[name]
     out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
-    search_matrix(x, r, compute_tensor_amax(x, r) if amax is None else amax, None, out)
+    search_matrix(x, out, compute_tensor_amax(x, r) if amax is None else amax, r, None)
     return out
 
 

@@ -99,7 +99,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved first where |b| < 2^-126 (by 2^24) or |b| > 2^126 (by 2^-2)."""
+    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved where |b| < 2^-126 (2^24) or |b| > 2^126 (2^-2)."""
     size = np.abs(b)
     moved = np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
     return (a * moved) * reciprocal_approx_ftz(b * moved)

@@ -11,6 +11,7 @@ call has. What follows is the recipe without its search, of blocks that have the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -75,7 +76,7 @@ SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name
 
 
 @np.errstate(all="ignore")
-def search_matrix(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, hadamard: int | None, out: np.ndarray) -> None:
+def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
     """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for quantize_matrix."""
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
@@ -86,11 +87,19 @@ def search_matrix(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, hadama
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the tensor."""
-    r = call.recipe
-    if not r.search or not call.x.size:
+    if not call.recipe.search or not call.x.size:
         return call
-    x = stack(call.moved, r, is_per_expert(amax, r))
-    chosen = np.empty((*x.shape[:2], x.shape[2] // r.block_size), np.float32)
-    for i, matrix in enumerate(x):
-        search_matrix(matrix, r, part_of(amax, r, i, x.shape[:2]), call.mask, chosen[i])
-    return call._replace(block_amax=chosen.reshape(scale_shape(call.moved.shape, r)))
+    search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
+    return call._replace(block_amax=chosen_amaxes(call, amax, search))
+
+
+def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
+    """What search(matrix, out, amax of its tensor) finds for the matrices of a call: float32 (..., M, K / block)."""
+    r = call.recipe
+    chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)
+    if chosen.size:
+        x = stack(call.moved, r, is_per_expert(amax, r))
+        parts = chosen.reshape(len(x), -1, chosen.shape[-1])
+        for i, matrix in enumerate(x):
+            search(matrix, parts[i], part_of(amax, r, i, x.shape[:2]))
+    return chosen

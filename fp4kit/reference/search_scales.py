@@ -21,6 +21,7 @@ SIXTH = ONE / np.float32(6)
 CHUNK = 1 << 18  # elements at a time
 
 
+@np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
     """For each block of x (M, K) the amax, of the 126 that give an E4M3 scale, whose loss is least, the first of equals.
 

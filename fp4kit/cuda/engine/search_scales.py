@@ -64,7 +64,7 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
 
 
 def searched(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; as it is without a search.
+    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; else as it is.
 
     What no kernel searches stays as it is, too, and is declined as any other recipe that no way takes.
     """
