@@ -15,7 +15,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.search import SEARCHES, least_by_block, search_matrix
+from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, least_by_block, search_matrix
 from fp4kit.reference.sums import sum_lanes
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
@@ -62,6 +62,12 @@ def nearest(y):
     return E2M1.values[fp4kit.reference.codec.encode(y, E2M1, "rns" if y.size == 32 else "rn")]
 
 
+def test_the_candidates():
+    """1.51, the last, wins so rarely that values would not miss it."""
+    assert list(AUTO_ROUND_PERCENTS) == FACTORS[NVFP4] and FACTORS[NVFP4][-1] == 1.51 and len(FACTORS[NVFP4]) == 102
+    assert list(AUTO_ROUND_POWERS) == FACTORS[MXFP4]
+
+
 FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n != 100)]}
 
 
@@ -102,8 +108,8 @@ def test_least_by_block_keeps_the_first_where_errors_are_equal_or_nan():
 
 
 def test_sums_are_those_of_lanes():
-    terms = np.random.default_rng(0).standard_normal((50, 3, 32)).astype(np.float32) ** 2
-    for size in (16, 32):
+    terms = np.random.default_rng(0).standard_normal((50, 3, 256)).astype(np.float32) ** 2
+    for size in (16, 32, 56, 256):
         expected = np.float32([[sum_of(block) for block in row] for row in terms[..., :size]])
         assert_same_bits(sum_lanes(terms[..., :size]), expected)
         assert (expected != terms[..., :size].sum(axis=-1)).any()
