@@ -101,15 +101,26 @@ struct Decoder {
   static constexpr bool kFour = Element::kStoredBits == 4;
   static constexpr int kPlanes = 16 * sizeof(Value);  // bytes of a table of sixteen values
   const bool is_plain;                                // without block scales, and no amax gives the tensor's
-  const float scale;
+  const typename R::DecodeRule::Scale scale;
 
   Decoder(u32 code, TensorScale t)
-      : is_plain(!R::kHasScales && t.amax < 0.0f), scale(is_plain ? t.decode : stored_scale<R>(code, t)) {}
+      : is_plain(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
-  bool is_usual() const { return is_finite(scale) && (R::kHasScales || scale != 0.0f); }  // without block scales, rules may divide
+  static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
+    if constexpr (!R::kHasScales)
+      if (t.amax < 0.0f) return t.decode;
+    return stored_scale<R>(code, t);
+  }
+
+  bool is_usual() const {
+    if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;  // rules may divide
+    return is_finite(scale);
+  }
 
   __forceinline__ Value operator()(float value) const {
-    return Input<Out>::narrow(is_plain ? value * scale : R::DecodeRule::apply(value, scale));
+    if constexpr (!R::kHasScales)
+      if (is_plain) return Input<Out>::narrow(value * scale);
+    return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
   // The values of all 4-bit codes, as planes.
