@@ -120,14 +120,17 @@ struct Decoder {
     }
   }
 
-  // Values of codes, one a byte; false where one means no finite number.
-  bool put_values(const u8* codes, i64 count, Value* out) const {
-    u32 most = 0;
-    for (i64 i = 0; i < count; ++i) {
-      most = maximum(most, codes[i] & (Element::kSignBit - 1u));
-      out[i] = (*this)(decode<Finite>(codes[i]));
-    }
-    return !Element::kHasNan || most <= Element::kMaxCode;
+  // Values of codes, one a byte.
+  __forceinline__ void put_values(const u8* __restrict codes, i64 count, Value* __restrict out) const {
+    for (i64 i = 0; i < count; ++i) out[i] = (*this)(decode<Finite>(codes[i]));
+  }
+
+  // Whether all codes of a row, one a byte, mean finite numbers.
+  static bool are_finite(const u8* codes, i64 count) {
+    u8 most = 0;
+    if constexpr (!kFour && Element::kHasNan)
+      for (i64 i = 0; i < count; ++i) most = maximum(most, static_cast<u8>(codes[i] & (Element::kSignBit - 1u)));
+    return most <= Element::kMaxCode;
   }
 };
 
@@ -146,14 +149,32 @@ static void put_tables(TensorScale t, Tables& tables) {
   }
 }
 
+// Values of whole blocks of kSize elements by their tables; false where some are not for look-up. A length that is known takes half the
+// time of one that is not (one x86-64 core with AVX-512, November 2026).
+template <class Value, int kSize>
+static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const Tables& tables, Value* out) {
+  u32 unusual = 0;
+  for (i64 b = 0; b < blocks; ++b) {
+    const u32 code = scales[b];
+    unusual |= tables.is_unusual[code];
+    decode_nibbles(codes + b * (kSize / 2), kSize, tables.planes + 16 * sizeof(Value) * code, out + b * kSize);
+  }
+  return unusual == 0;
+}
+
 // Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a code for every
 // `size` elements; nullptr: none. tables: of put_tables, or nullptr.
 template <class R, class Out>
 static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const Tables* tables, const TensorScales& tensors, i64 row,
                        i64 block, void* values) {
   using Way = Decoder<R, Out>;
-  auto* out = static_cast<typename Way::Value*>(values);
-  bool usual = true;
+  using Value = typename Way::Value;
+  auto* out = static_cast<Value*>(values);
+  if (Way::kFour && tables && count % size == 0) {
+    if (size == 16) return decode_blocks<Value, 16>(codes, scales, count / 16, *tables, out);
+    if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
+  }
+  bool usual = Way::are_finite(codes, count);
   for (i64 first = 0; first < count; first += size, ++block) {
     const u32 code = scales ? *scales++ : 0u;
     const i64 length = count - first < size ? count - first : size;
@@ -169,7 +190,7 @@ static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, c
       way.put_table(own);
       decode_nibbles(codes + first / 2, length, own, out + first);
     } else {
-      usual &= way.put_values(codes + first, length, out + first);
+      length == 32 ? way.put_values(codes + first, 32, out + first) : way.put_values(codes + first, length, out + first);
     }
   }
   return usual;

@@ -57,17 +57,19 @@ View<Bits> view(const Source& x, const Part& part) {
   return {copy, part.columns};
 }
 
-// Magnitudes of the blocks of some rows that share theirs, as integers; grain: 16 or 32 elements, which divide a block.
+// Magnitudes of the blocks of some rows that share theirs, as integers.
 template <class In, class Bits>
 void block_magnitudes(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
-  const i64 grain = block == 16 ? 16 : 32, per_block = block / grain, grains = blocks * per_block;
+  const i64 grain = grain_of(block), per_block = block / grain, grains = blocks * per_block;
   const auto measure = grain == 16 ? magnitudes<In, 16> : magnitudes<In, 32>;
-  u32 most[kMostBlocks], row[kMostBlocks];
+  u32 parts[kMostBlocks], row[kMostBlocks];
+  u32* most = per_block == 1 ? out : parts;
   measure(x.data, grains, most);
   for (i64 i = 1; i < rows; ++i) {
     measure(x.data + i * x.step, grains, row);
     for (i64 g = 0; g < grains; ++g) most[g] = row[g] > most[g] ? row[g] : most[g];
   }
+  if (per_block == 1) return;
   for (i64 b = 0; b < blocks; ++b) {
     u32 largest = most[b * per_block];
     for (i64 g = 1; g < per_block; ++g) largest = maximum(largest, most[b * per_block + g]);
