@@ -3,52 +3,6 @@
 
 #include "input.h"
 
-#if defined(__SSSE3__)
-#include <tmmintrin.h>
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
-// Sixteen bytes, and the look-up of sixteen in a table of as many.
-#if defined(__SSSE3__)
-#define FP4KIT_HAS_LOOK_UP 1
-using Bytes = __m128i;
-static __forceinline__ Bytes load(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
-static __forceinline__ void store(u8* to, Bytes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
-static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return _mm_shuffle_epi8(table, index); }
-static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
-static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
-static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) { return _mm_unpacklo_epi16(a, b); }
-static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) { return _mm_unpackhi_epi16(a, b); }
-// Sixteen nibbles of eight bytes, the low one of each first.
-static __forceinline__ Bytes nibbles(const u8* from) {
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
-  return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
-}
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-#define FP4KIT_HAS_LOOK_UP 1
-using Bytes = uint8x16_t;
-static __forceinline__ Bytes load(const u8* from) { return vld1q_u8(from); }
-static __forceinline__ void store(u8* to, Bytes x) { vst1q_u8(to, x); }
-static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
-static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
-static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
-static __forceinline__ Bytes pairs(uint16x8_t x) { return vreinterpretq_u8_u16(x); }
-static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) {
-  return pairs(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) {
-  return pairs(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
-}
-static __forceinline__ Bytes nibbles(const u8* from) {
-  const uint8x8_t bytes = vld1_u8(from);
-  return vcombine_u8(vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)),
-                     vzip2_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)));
-}
-#else
-#define FP4KIT_HAS_LOOK_UP 0
-#endif
-
 // The value of a 4-bit code. Tables of sixteen values lie as planes: the lowest bytes of all, then the next ones, ...
 template <class Value>
 static __forceinline__ Value value_of(const u8* planes, u32 code) {

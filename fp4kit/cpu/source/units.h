@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "encode.h"
+#include "hadamard.h"
 #include "pool.h"
 
 namespace {
@@ -52,8 +53,7 @@ View<Bits> view(const Source& x, const Part& part) {
     return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
   Bits* copy = scratch<Bits>(part.rows * part.columns);
   gather<Bits>(x, part.row, part.rows, part.column, part.columns, part.columns, copy);
-  if (x.hadamard >= 0)
-    for (i64 i = 0; i < part.rows * part.columns; i += 16) hadamard_block<In>(copy + i, static_cast<u32>(x.hadamard));
+  if (x.hadamard >= 0) hadamard_runs<In>(copy, part.rows * part.columns / 16, static_cast<u32>(x.hadamard));
   return {copy, part.columns};
 }
 
