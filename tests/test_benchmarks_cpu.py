@@ -112,6 +112,9 @@ def test_bars_of_ggml_sizes_and_sweep():
     assert encoders.figure == "1.60" and not encoders.holds
     linear = bars["time of a byte, largest size over smallest from 32 MB"]
     assert linear.figure == "1.56" and linear.where == "nvfp4-te" and not linear.holds
+    assert bars["time of a byte into memory that is there, largest size over smallest from 32 MB"].holds is None
+    into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
+    assert found_bars(*into)["time of a byte into memory that is there, largest size over smallest from 32 MB"].figure == "1.00"
     assert bars["times faster than the specification, every recipe, dtype and shape from 1 KB"].holds
 
 
