@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ import fp4kit
 from fp4kit.cli import main, parser
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.recipes import recipes
+
+README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def test_recipes_lists_all(capsys) -> None:
@@ -32,6 +36,8 @@ def test_check_of_everything(capsys) -> None:
     assert main(["recipes", "--check"]) == 0
     out = capsys.readouterr().out
     assert "0 unequal" in out.splitlines()[-1] and "no vectors" in out
+    equal = r"(\d+) of (\d+)\s+arrays are equal"
+    assert re.findall(equal, README.read_text()) == re.findall(equal, out.splitlines()[-1]), "what the README says of it"
 
 
 def test_check_reports_a_difference(tmp_path, capsys) -> None:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from fp4kit.evidence.check import check_recipe
-from fp4kit.recipes import recipes
-
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()
 
@@ -39,11 +36,9 @@ def test_commands_are_one_line(name: str) -> None:
     assert len(_fence(f"command: {name}", "bash").splitlines()) == 1
 
 
-def test_short_enough_and_counts_are_current(golden) -> None:  # type: ignore[no-untyped-def]
+def test_short_enough() -> None:
     by_hand = re.sub(r"<!-- generated: .*?<!-- end -->|<!-- output -->\n```text.*?```", "", TEXT, flags=re.DOTALL)
     assert len(by_hand.splitlines()) < 175
-    compared = sum(check_recipe(name, golden).compared for name in recipes())
-    assert re.findall(r"(\d+) of (\d+)\s+arrays are equal", TEXT) == [(str(compared), str(compared))]
 
 
 def test_linked_files_exist() -> None:

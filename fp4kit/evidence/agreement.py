@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import quantize
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import RECIPES, Recipe
 
 COLUMNS = ("input", "recipes that give the same codes and block scales")
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -38,12 +38,21 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
-    groups: dict[bytes, list[str]] = {}
-    for r in RECIPES.values():
-        if not r.fake_only and r.scale is not None and not r.search:  # a search gives what no other does, and takes long
-            quantized = [quantize(x, r) for x in data]
-            groups.setdefault(b"".join(q.packed.tobytes() + q.block_scale.tobytes() for q in quantized), []).append(r.id)
-    yield from (tuple(ids) for ids in groups.values() if len(ids) > 1)
+    """What one array tells apart is not asked about the next. A search gives what no other recipe does, and takes long."""
+    groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
+    order = {r.id: i for i, r in enumerate(groups[0])}
+    for x in data:
+        groups = [part for group in groups for part in _parts(group, x) if len(part) > 1]
+    yield from sorted((tuple(r.id for r in group) for group in groups), key=lambda ids: order[ids[0]])
+
+
+def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
+    """A group by the bytes that its recipes give of x."""
+    found: dict[bytes, list[Recipe]] = {}
+    for r in group:
+        q = quantize(x, r)
+        found.setdefault(b"".join(part.tobytes() for part in (q.packed, q.block_scale) if part is not None), []).append(r)
+    return list(found.values())
 
 
 def agreement_rows(producers: int = 1) -> list[tuple[str, ...]]:

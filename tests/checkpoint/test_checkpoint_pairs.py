@@ -79,9 +79,13 @@ def swizzled(name, dtype, shape, raw):
 MISHAPS = {"nibble": swapped, "tensor scale": inverted, "tensor scale is missing": without_tensor_scale, "swizzled": swizzled}
 
 
-@pytest.mark.parametrize("form", ["modelopt", "compressed-tensors"])
-@pytest.mark.parametrize("words", MISHAPS)
-def test_what_was_done_to_files_is_named(tmp_path, words, form):
+FORMS = ("modelopt", "compressed-tensors")
+PAIRS = [(words, FORMS[(i + turn) % 2]) for turn in range(2) for i, words in enumerate(MISHAPS)]
+
+
+@pytest.mark.parametrize("pair", by_default(PAIRS[: len(MISHAPS)], PAIRS), ids="-".join)
+def test_what_was_done_to_files_is_named(tmp_path, pair):
+    words, form = pair
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", "nvfp4-modelopt", format=form)
     rewrite(tmp_path / "out", MISHAPS[words])
