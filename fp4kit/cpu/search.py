@@ -1,0 +1,60 @@
+"""Block amaxes of least loss by the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from fp4kit.call.parse import Declined
+from fp4kit.call.search import RUN, Search
+from fp4kit.cpu.keys import rule_key
+from fp4kit.cpu.matrix import INPUTS, Shape, address, source
+from fp4kit.cpu.native import SearchCall, functions, threads_for
+from fp4kit.recipes import Recipe
+from fp4kit.reference import search as specification
+from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
+
+COST, HESSIAN_COST = 16, 256  # of the time that codes of an element take, about
+WIDEST = 127  # offsets from which on a code has all others beside it
+
+
+@np.errstate(all="ignore")
+def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None) -> None:
+    """reference.search.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried."""
+    r, cost = search.call.recipe, COST if search.hessian is None else HESSIAN_COST
+    rule, (lower, upper) = rule_of(r, search.offsets), search.offsets or (0, 0)
+    amaxes, scales, reciprocals = by_code = _candidates(amax, search)
+    counted = np.zeros(1, np.uint64) if unproven is None else unproven
+    shape = Shape.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
+    for rows, columns in shape.parts(cost):
+        cut, blocks = x[rows, columns], slice(columns.start // RUN, columns.stop // RUN)
+        weights = None if search.weights is None else search.weights[columns]
+        hessian = None if search.hessian is None else search.hessian[blocks]
+        call = SearchCall(
+            source(cut), *map(address, by_code), address(weights), address(hessian), address(out[rows, blocks]),
+            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, *np.clip((lower, upper), -WIDEST, WIDEST).tolist(),
+            float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, threads_for(cut.size * cost),
+        )  # fmt: skip
+        functions().fp4kit_search(ctypes.byref(call))
+
+
+def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
+    """The library's index of the rule of the code that a block's own amax has; -1 where none is asked for. Raises Declined."""
+    if offsets is None:
+        return -1
+    key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
+    rule = -1 if key is None else functions().fp4kit_rule(key.encode())
+    if rule < 0:
+        raise Declined(f"the compiled engine does not have the codes of {r.id} beside which candidates are")
+    return rule
+
+
+def _candidates(amax: np.ndarray, search: Search) -> np.ndarray:
+    """float32 (3, 128), by code: block amaxes, scales, what elements are multiplied with in place of a division by those."""
+    found = np.ones((3, 128), np.float32)
+    codes = specification.CODES
+    found[0, codes] = specification.candidate_amaxes(np.float32(amax.reshape(())), search.call.recipe)
+    found[1, codes] = scales = specification.scales_of(found[0, codes], amax, search)
+    found[2, codes] = reciprocal_approx_ftz(scales * moved_by(scales))
+    return found
