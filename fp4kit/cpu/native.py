@@ -88,7 +88,7 @@ class SearchCall(ctypes.Structure):
         ("unproven", c_void_p),
         *((name, c_int64) for name in ("height", "width", "lower", "upper")),
         ("tensor_amax", c_float),
-        *((name, c_int32) for name in ("input", "rule", "block_rows", "threads")),
+        *((name, c_int32) for name in ("input", "rule", "block_rows", "bounded", "threads")),
     ]
 
 

@@ -16,12 +16,13 @@ from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
 COST, HESSIAN_COST = 16, 256  # of the time that codes of an element take, about
-WIDEST = 127  # offsets from which on a code has all others beside it
 
 
 @np.errstate(all="ignore")
-def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None) -> None:
-    """reference.search.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried."""
+def search_matrix(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None, bounded: bool = True
+) -> None:
+    """reference.search.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried, as without bounds all."""
     r, cost = search.call.recipe, COST if search.hessian is None else HESSIAN_COST
     rule, (lower, upper) = rule_of(r, search.offsets), search.offsets or (0, 0)
     amaxes, scales, reciprocals = by_code = _candidates(amax, search)
@@ -33,8 +34,8 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
         hessian = None if search.hessian is None else search.hessian[blocks]
         call = SearchCall(
             source(cut), *map(address, by_code), address(weights), address(hessian), address(out[rows, blocks]),
-            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, *np.clip((lower, upper), -WIDEST, WIDEST).tolist(),
-            float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, threads_for(cut.size * cost),
+            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, lower, upper,
+            float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, bounded, threads_for(cut.size * cost),
         )  # fmt: skip
         functions().fp4kit_search(ctypes.byref(call))
 

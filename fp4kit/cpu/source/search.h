@@ -8,7 +8,7 @@
 
 // A search. candidates: 128 of each, by code. weights, hessian: of the columns, or nullptr. rule: of the code of a block's own amax under
 // tensor_amax; lower, upper: codes beside it that are candidates; rule -1: all are. out: an amax a block, in each of its rows. unproven: how
-// many blocks had all candidates tried.
+// many blocks had all candidates tried; bounded 0: each of them has.
 struct SearchCall {
   Source x;
   Candidates candidates;
@@ -18,7 +18,7 @@ struct SearchCall {
   u64* unproven;
   i64 height, width, lower, upper;
   float tensor_amax;
-  i32 input, rule, block_rows, threads;
+  i32 input, rule, block_rows, bounded, threads;
 };
 
 namespace {
@@ -86,7 +86,7 @@ template <class In>
 struct Searcher {
   using Bits = typename Input<In>::Bits;
   const SearchCall& call;
-  const bool bounded = !call.hessian && call.block_rows == 1 && call.candidates.ordinary();
+  const bool bounded = call.bounded && !call.hessian && call.block_rows == 1 && call.candidates.ordinary();
 
   // The codes that sixteen blocks may have.
   void put_spans(const float* amax, u32* low, u32* high) const {
