@@ -36,7 +36,9 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
-_MATRICES = reference.Matrices(tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix)
+_MATRICES = reference.Matrices(
+    tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix
+)
 
 
 def quantize(call: Call) -> Quantized:

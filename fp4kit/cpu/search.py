@@ -22,10 +22,13 @@ COST, HESSIAN_COST = 16, 256  # of the time that codes of an element take, about
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None, bounded: bool = True
 ) -> None:
-    """reference.search.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried, as without bounds all."""
+    """reference.search.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried.
+
+    bounded: by bounds, where those hold; else all of them have.
+    """
     r, cost = search.call.recipe, COST if search.hessian is None else HESSIAN_COST
     rule, (lower, upper) = rule_of(r, search.offsets), search.offsets or (0, 0)
-    amaxes, scales, reciprocals = by_code = _candidates(amax, search)
+    by_code = _candidates(amax, search)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
     shape = Shape.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
     for rows, columns in shape.parts(cost):

@@ -94,7 +94,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def moved_by(b: np.ndarray) -> np.ndarray:
-    """The power of two that div.full.f32 moves both operands by: 2^24 where |b| is below 2^-126, 2^-2 where it is above 2^126, else 1."""
+    """The power of two that div.full.f32 moves both operands by: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, else 1."""
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
 
