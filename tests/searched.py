@@ -6,7 +6,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Blocks that bounds prove, and that they do not: spread, of few values, multiples of a scale, near ties, zero, not finite."""
+    """Blocks that bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not finite."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
     x[8:16] = rng.standard_t(2, (8, 64))

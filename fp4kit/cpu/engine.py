@@ -13,10 +13,10 @@ import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search import Search
+from fp4kit.call.search_scales import Search
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import keys, matrix, partial
-from fp4kit.cpu import search as searching
+from fp4kit.cpu import search_scales as searching
 from fp4kit.cpu.native import functions
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -37,13 +37,14 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
 _MATRICES = reference.Matrices(
-    tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix
-)
+    tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix,
+    searching.searched,
+)  # fmt: skip
 
 
 def quantize(call: Call) -> Quantized:
     """reference.engine.quantize."""
-    _check(call)
+    _check(call, None if keys.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _MATRICES)
 
 
@@ -58,16 +59,17 @@ def quantize_with_scales(call: Call) -> Quantized:
     return reference.quantize_with_scales(call, _MATRICES)
 
 
-def _check(call: Call) -> None:
+def _check(call: Call, few: int | None = None) -> None:
+    """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes time."""
+    if call.x.size < (keys.FEW[call.recipe.tensor_scaling] if few is None else few) or call.moved.shape[-1] < keys.FEW_COLUMNS:
+        raise Declined("the specification is as quick with so few elements")
     matrix.kernels_of(call.recipe)
     matrix.check_array(call.x)
-    if call.x.size < keys.FEW[call.recipe.tensor_scaling] or call.moved.shape[-1] < keys.FEW_COLUMNS:
-        raise Declined("the specification is as quick with so few elements")
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """reference.engine.dequantize."""
-    decoding.decoder_of(q.recipe)
+    decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < keys.FEW_VALUES:
         raise Declined("the specification is as quick with so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
@@ -75,8 +77,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
     """reference.engine.requantize."""
-    decoding.decoder_of(q.recipe)
-    decoding.decoder_of(target)
+    for r in (q.recipe, target):
+        decoding.decoder_of(r, np.dtype(np.float32))
     matrix.kernels_of(target)
     return reference.requantize(q, target, _MATRICES)
 
@@ -145,7 +147,7 @@ def partial_cast(
 
 def amax(call: Call) -> np.ndarray:
     """reference.engine.amax."""
-    _check(call)
+    _check(call, keys.FEW_AMAX)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the specification has the amax of what has no blocks")
     matrices = stack(call.moved, call.recipe)
@@ -168,7 +170,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 def search_scales(search: Search) -> np.ndarray:
     """reference.engine.search_scales."""
     functions()
-    searching.rule_of(search.call.recipe, search.offsets)
+    searching.rule_of(search.call.recipe, search.terms.offsets)
     matrix.check_array(search.call.x)
     return reference.search_scales(search, _MATRICES)
 

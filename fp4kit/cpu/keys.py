@@ -5,7 +5,7 @@ A variant of a recipe whose fields have a name there is computed by it, whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from fp4kit import formats
@@ -20,7 +20,7 @@ def rule_key(r: Recipe) -> str | None:
     if r.block_rule is None or r.scale is None or r.four_over_six:
         return None
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
-    return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}"
+    return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
 
 
 def tensor_key(r: Recipe) -> str | None:
@@ -52,7 +52,7 @@ WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
 # Elements below which what is not one call of the library (prepared.py) takes no less time by it than by the specification, for
 # the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with AVX-512, November 2026.
 FEW = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
-FEW_VALUES, FEW_COLUMNS = 1 << 11, 16  # bytes of codes to be decoded; elements of a row
+FEW_VALUES, FEW_AMAX, FEW_COLUMNS = 1 << 11, 1 << 11, 16  # bytes of codes to be decoded; elements of an amax, and of a row
 
 
 @lru_cache(256)
@@ -71,7 +71,19 @@ def not_faked(r: Recipe) -> str | None:
     return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
 
 
-COVERAGE = {"quantize and all that makes codes": not_encoded, "fake_quantize": not_faked}
+SEARCHED = ("", "modelopt_sweep")  # searches that the library has, and none
+
+
+def not_searched(r: Recipe) -> str | None:
+    """Why it does not find the amaxes of a recipe's blocks, under which it makes codes."""
+    return None if r.search in SEARCHED else "a search: the specification tries its candidates"
+
+
+COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
+    "quantize and all that makes codes": not_encoded,
+    "fake_quantize": not_faked,
+    "block amaxes before these": not_searched,
+}
 COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 

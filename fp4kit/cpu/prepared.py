@@ -19,6 +19,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu.dequantize import decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
+from fp4kit.cpu.memory import empty
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
@@ -75,7 +76,8 @@ class _Like(NamedTuple):
 
 def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
     """That of a call on the rows of a whole array, None where it would not be one call of the library."""
-    r, plain = call.recipe, call.random is None and call.mask is None and call.block_amax is None and call.tensor_amax is None
+    r, given = call.recipe, (call.random, call.mask, call.block_amax, call.tensor_amax)
+    plain = all(a is None for a in given) and not r.search
     rows = call.axis == call.x.ndim - 1 and (call.x.ndim <= 2 or r.block_rows == 1)
     if not (plain and rows and r.tensor_scaling != "block" and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
         return None
@@ -123,7 +125,7 @@ class FakeQuantizeCall:
     def __call__(self, x: np.ndarray, given: None) -> np.ndarray | None:
         if not is_ieee():
             return None
-        out = np.empty(self.shape, self.dtype)
+        out = empty(self.shape, self.dtype)
         undone = self.library(self.like, self.values, x.ctypes.data, out.ctypes.data, self.tensor, threads_for(self.size))
         return None if undone else out
 
@@ -155,7 +157,7 @@ class DequantizeCall:
     def __call__(self, q: Quantized, out: np.ndarray | None) -> np.ndarray | None:
         if not is_ieee():
             return None
-        values = np.empty(self.shape, self.dtype) if out is None else out
+        values = empty(self.shape, self.dtype) if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
         tensor = tensors_of(q).ctypes.data
         undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads_for(self.size))

@@ -21,7 +21,7 @@ from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
 from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
-from fp4kit.cuda.ways import Arguments, Work, way_of
+from fp4kit.cuda.ways import Arguments, Work
 from fp4kit.cuda.ways import find as find_way
 from fp4kit.parts import wanted_parts
 from fp4kit.quantized import Quantized, assembled
@@ -192,9 +192,10 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was `values`."""
     work = work_of(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
-    if not one or count(call, work, call.tensor_amax) != 1:
+    way = find_way(work)
+    if way is None or not one or count(call, work, call.tensor_amax) != 1:
         return None
-    way, work = way_of(work), finding(call, work, call.x)
+    work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
     memory = memory_of(x)
     new = memory.maker(call.x.shape, call.x.dtype, False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.call.search import search_call
+from fp4kit.call.search_scales import search_call
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe

@@ -45,6 +45,11 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _flush_result(a / b, np.divide, a, b)
 
 
+def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
+    """1 / x, 0 for 0: auto-round's get_reciprocal."""
+    return np.where(x == 0, ZERO, ONE / x)
+
+
 @cache
 def reciprocal_table() -> np.ndarray:
     """The measured differences of rcp.approx.ftz.f32, by significand."""
@@ -108,8 +113,8 @@ def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c, rounded once.
 
-    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits for
-    the second rounding to be the only one that counts.
+    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits
+    for the second rounding to be the only one that counts.
     """
     product = np.asarray(a, np.float64) * b
     total = product + c

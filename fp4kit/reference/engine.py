@@ -16,7 +16,7 @@ from fp4kit import layouts
 from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
 from fp4kit.call.parse import Call, Options, quantize_call
-from fp4kit.call.search import Search
+from fp4kit.call.search_scales import Search
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized
@@ -31,7 +31,8 @@ from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
-from fp4kit.reference.search import search_matrix
+from fp4kit.reference.search import chosen_amaxes, searched
+from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -94,6 +95,7 @@ class Matrices(NamedTuple):
     encode: Callable[..., None] = encode_matrix
     dequantize: Callable[..., None] = dequantize_matrix
     search: Callable[..., None] = search_matrix
+    searched: Callable[..., Call] = searched
 
 
 def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
@@ -103,17 +105,9 @@ def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
     return by.tensor_amax(call.moved, call.recipe, call.mask)
 
 
-@np.errstate(all="ignore")
 def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
     """Block amaxes of least loss: float32 (..., M, K / 16)."""
-    call, r = search.call, search.call.recipe
-    amaxes, out = _tensor_amax(call, by), np.zeros(scale_shape(call.moved.shape, r), np.float32)
-    if out.size:
-        matrices = stack(call.moved, r, is_per_expert(amaxes, r))
-        flat = out.reshape(len(matrices), -1, out.shape[-1])
-        for i, matrix in enumerate(matrices):
-            by.search(matrix, flat[i], part_of(amaxes, r, i, matrices.shape[:2]), search)
-    return out
+    return chosen_amaxes(search.call, _tensor_amax(search.call, by), lambda *matrix: by.search(*matrix, search))
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------------
@@ -122,6 +116,7 @@ def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # n
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes and scales of call.moved, into call.out or a new Quantized."""
     amax, r = _tensor_amax(call, by), call.recipe
+    call = by.searched(call, amax)
     packed, scales = _direct_outputs(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, by)

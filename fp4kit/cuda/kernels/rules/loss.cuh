@@ -1,4 +1,4 @@
-// Losses of blocks of 16 under candidate scales: reference/search.py, operation by operation.
+// Losses of blocks of 16 under candidate scales: reference/search_scales.py, operation by operation.
 #pragma once
 
 #include "convert.cuh"

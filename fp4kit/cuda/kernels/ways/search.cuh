@@ -20,9 +20,9 @@
 
 struct SearchArguments {
   const void* x;
-  const float *tensor_amax, *weights;  // weights: a float32 for each column
+  const float *tensor_amax, *of_columns;  // a weight for each column, or a Hessian for each 16
   float* block_amax;
-  u64* unproven;  // blocks that a warp searched in full are added; null if nobody asks
+  u64* unproven;  // blocks for which every candidate was tried are added; null if nobody asks
   i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
 };
 

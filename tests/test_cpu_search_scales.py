@@ -13,15 +13,15 @@ from inputs import BF16, extreme, ordinary
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
-from fp4kit.call.search import search_call
-from fp4kit.cpu import engine, matrix
-from fp4kit.cpu import search as searching
+from fp4kit.call.search_scales import search_call
+from fp4kit.cpu import matrix
+from fp4kit.cpu import search_scales as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode
 
 pytestmark = NEEDS_ENGINE
-FOUR_OVER_SIX = "nvfp4-modelopt-static-4over6"
+FOUR_OVER_SIX, SEARCHING = "nvfp4-modelopt-static-4over6", "nvfp4-modelopt-mse"
 RNG = np.random.default_rng(1)
 WEIGHTS = (RNG.random(64) ** 4 * 10).astype(np.float32)
 GAPS = np.where(np.arange(64) % 3, WEIGHTS, 0)
@@ -116,7 +116,7 @@ def test_rows_and_columns_of_every_number(rows):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
 
-# ---- what is left, what is cut --------------------------------------------------------------------------------------------------
+# ---- what is left, what is cut ------------------------------------------------------------------------------------------
 
 
 def test_the_engine_does_it(monkeypatch):
@@ -157,7 +157,7 @@ def test_any_number_of_threads():
         assert_equal(fp4kit.search_scales(x, STATIC, tensor_amax=4.0, threads=threads), expected)
 
 
-# ---- bounds ---------------------------------------------------------------------------------------------------------------------
+# ---- bounds ---------------------------------------------------------------------------------------------------------------
 
 
 def by_bounds_and_all(x, amax, **options) -> float:
@@ -200,8 +200,9 @@ FORMS = {
 
 
 @sampled(
-    24, 2000, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)), rows=st.integers(1, 40),
-    blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3), recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
+    24, 2000, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)),
+    rows=st.integers(1, 40), blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3),
+    recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
     candidates=st.one_of(st.sampled_from(["all", "near"]), st.tuples(st.integers(-130, 0), st.integers(0, 130))),
     side=st.sampled_from(["", "", "weights", "hessian"]),
 )  # fmt: skip
@@ -214,7 +215,19 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
     agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **({side: given[side]} if side else {}))
 
 
-def test_declined_engines_are_not_asked_twice(monkeypatch):
-    """Without a library the specification does it."""
-    monkeypatch.setattr(engine, "functions", lambda: (_ for _ in ()).throw(searching.Declined("none")))
-    agree(fp4kit.search_scales, finite(BF16)[:4], STATIC)
+# ---- a recipe with a search ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_quantize_searches(dtype, monkeypatch):
+    """By the library: values, too, and columns and experts; what is transformed first, by the specification."""
+    x, others = finite(dtype), searched_blocks(dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
+        fp4kit.quantize(x[:1], SEARCHING)
+    agree(fp4kit.quantize, x, SEARCHING)
+    agree(fp4kit.quantize, others, SEARCHING)
+    agree(fp4kit.quantize, x, SEARCHING, axis=0)
+    agree(fp4kit.quantize, x.reshape(4, 24, 64), SEARCHING, tensor_amax=np.float32([1, 2, 3, 4]))
+    agree(fp4kit.quantize, x[:8], SEARCHING, hadamard=True)
+    agree(fp4kit.fake_quantize, others, SEARCHING, tensor_amax=4.0)

@@ -18,14 +18,23 @@ WIDEST = 126  # codes beside one that all candidates are among
 RUN = 16  # elements of a row of a block
 
 
-class Search(NamedTuple):
-    """A call, and what is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the
-    amax, both ends included, None for all."""
+class Terms(NamedTuple):
+    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax, both
+    ends included, None for all."""
 
-    call: Call
     weights: Any = None
     hessian: Any = None
     offsets: tuple[int, int] | None = None
+
+
+PLAIN = Terms()
+
+
+class Search(NamedTuple):
+    """A call, and what is searched."""
+
+    call: Call
+    terms: Terms = PLAIN
 
 
 def search_call(
@@ -43,13 +52,13 @@ def search_call(
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, *found, offsets)
+    return Search(call, Terms(*found, offsets))
 
 
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    if not (r.static and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+    if not ((r.static or r.search == "modelopt_sweep") and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
         raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
                          "such as nvfp4-modelopt-static")  # fmt: skip
 
