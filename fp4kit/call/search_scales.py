@@ -14,6 +14,7 @@ from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
+WIDEST = 126  # codes beside one that all candidates are among
 RUN = 16  # elements of a row of a block
 
 
@@ -70,7 +71,7 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     elif isinstance(candidates, (tuple, list)) and len(candidates) == 2:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
-            return low, high
+            return max(min(low, WIDEST), -WIDEST), max(min(high, WIDEST), -WIDEST)
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', 'near', or two ints (low, high): codes beside that of the amax")
 
 
