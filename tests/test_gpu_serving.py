@@ -73,3 +73,21 @@ def test_factors_beyond_float32(name, dtype) -> None:
             assert (codes == 15).any() and (codes == 7).any() and not (codes == 11).all()
         else:
             assert (codes == 11).any()
+
+
+@pytest.mark.parametrize("name", [name for name, r in RECIPES.items() if r.search])
+def test_what_searches_is_refused(name) -> None:
+    """All that would make codes without it; what needs none is done."""
+    x = blocks(np.float32, 32, 64)
+    d, q = cupy.asarray(x), fp4kit.quantize(x, name)
+    for call in (fp4kit.quantize, fp4kit.fake_quantize, fp4kit.quantize_both):
+        with pytest.raises(NotImplementedError, match=f"{name} has search='.*', which no CUDA kernel has; needs ''; compute on"):
+            call(d, name)
+    for call in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
+        with pytest.raises(NotImplementedError, match="which no CUDA kernel has"):
+            call([d, d[:16]], name)
+    assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
+    given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}
+    on_device = fp4kit.quantize(d, name, **{part: cupy.asarray(a) for part, a in given.items()})
+    assert differing(on_device.packed, fp4kit.quantize(x, name, **given).packed) == 0
+    assert differing(fp4kit.dequantize(on_device), fp4kit.dequantize(fp4kit.quantize(x, name, **given))) == 0

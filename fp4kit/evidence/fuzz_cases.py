@@ -260,7 +260,7 @@ def _serves(operation: str, r: Recipe) -> bool:
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:
-        return r.block is not None and r.tensor_scaling in ("none", "tensor") and not r.four_over_six
+        return r.block is not None and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)
     if operation == "transpose":
         return r.block is not None and r.block[0] > 1
     return r.scale is not None if operation in ("swizzle",) else True

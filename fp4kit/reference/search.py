@@ -59,7 +59,11 @@ def least_by_block(
 
 
 class Tried:
-    """The scales of blocks that were tried."""
+    """The scales of blocks that were tried.
+
+    2^24 bfloat16 elements by nvfp4-auto-round-opt: 10.5 s, and 43.3 with every candidate tried (x86-64, two cores, nothing else
+    running, 2026-11-22, one run each).
+    """
 
     def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
         self.code = code
