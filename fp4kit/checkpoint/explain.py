@@ -10,6 +10,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.accounts import Account, Case, Layout, Tally, count, own_amax
 from fp4kit.checkpoint.mishaps import StoredLayer, code_orders
 from fp4kit.checkpoint.permutations import permuted_blocks, permuted_rows, permuted_scales
+from fp4kit.checkpoint.scale_accounts import scale_account
 from fp4kit.checkpoint.trials import Trial, first_whole, layouts_of, orders_by_sign, sample_of, try_layout
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
@@ -22,7 +23,8 @@ from fp4kit.recipes import Recipe
 class Explanation:
     """What made the bytes of a layer.
 
-    recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them.
+    recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them. An id "with
+        scales searched by mse" where the scales are those.
     mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
     codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of both in all.
     blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. sentence: all this for people.
@@ -98,7 +100,17 @@ def _searched(case: Case, layouts: list[Layout]) -> Explanation:
         found, tally = first_whole(case, trial.whole)
     if found:
         return _explained(found, tally, case.layer.blank)
-    return _permuted(case, plain, trial) or _nearest(case, plain, trial)
+    return _by_scales(case, plain) or _permuted(case, plain, trial) or _nearest(case, plain, trial)
+
+
+def _by_scales(case: Case, plain: Layout) -> Explanation | None:
+    """Scales that are not those of the amax of their blocks: searched by a known rule, which explains all, or by none."""
+    found = scale_account(case, plain)
+    if found is None:
+        return None
+    counts = found.tally.codes, found.tally.scales, found.tally.total
+    names = found.names if found.scales else ()
+    return Explanation(names[0] if names else None, None, *counts, found.sentence, names)
 
 
 def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:

@@ -32,8 +32,8 @@ def search_scales(
     With a Hessian H of the block's columns the loss is d^T H d, d = x - q * scale(c), and scale(c) is first rounded to E4M3.
 
     x: float32, float16 or bfloat16, any shape and strides, of any library. Never written to.
-    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6. Blocks run
-        along `axis`; the loss of a 16x16 block, where a variant has these, is that of all its rows.
+    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6. Blocks
+        run along `axis`; the loss of a 16x16 block, where a variant has these, is that of all its rows.
     tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
     weights: float32 (K,), finite and >= 0, one for each place along `axis`, such as the mean square of the activation that it
         meets; 0: this column does not matter. None: all 1, with the same result as ones.
