@@ -48,7 +48,7 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
 
 def shards(name: str, x: np.ndarray) -> Iterator[object]:
     r = RECIPES[name]
-    if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six:
+    if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six or r.search:
         return
     amax = fp4kit.partial_amax(x.reshape(-1), x.shape, 0, name)
     yield amax

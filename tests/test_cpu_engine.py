@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, as_large_ones, assert_equal, counted, covered
@@ -118,6 +120,22 @@ def test_every_operation(pair):
         with fp4kit.specification():
             expected = list(everything(name, x))
         assert_equal(list(everything(name, x)), expected, f"{name} {dtype}")
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "mxfp4-mlx-cpu"])
+def test_codes_and_scales_that_lie_otherwise(name):
+    """The library reads the bytes of a row one after the other."""
+    q = fp4kit.quantize(ordinary(5, (64, 128)), name)
+
+    def lies(a):
+        wide = np.zeros((*a.shape[:-1], 2 * a.shape[-1]), a.dtype)
+        wide[:, ::2] = a
+        return np.asfortranarray(a), wide[:, ::2], np.concatenate([a[::-1], a])[: len(a)][::-1]
+
+    for packed, scales in zip(lies(q.packed), lies(q.block_scale), strict=True):
+        for part in ({"packed": packed}, {"block_scale": scales}, {"packed": packed, "block_scale": scales}):
+            for dtype in FLOATS:
+                assert_equal(fp4kit.dequantize(replace(q, **part), dtype), fp4kit.dequantize(q, dtype))
 
 
 @pytest.mark.parametrize("name", half(STOCHASTIC))

@@ -37,7 +37,7 @@ KEEP = [Keep(r) for r in NVFP4] + [
     Keep(RECIPES["nvfp4-te"], RECIPES["mxfp4-flashinfer"]),
     Keep(RECIPES["nvfp4-compressed-tensors"], dtype=F16),
 ]
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only]
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
 NAN = [NanAmax(r) for r in WITH_CODES if r.tensor_scaling != "none"]
 NAN += [Lanes(r) for r in WITH_CODES if r.amax_nan == "lanes"]
 UNUSED = [

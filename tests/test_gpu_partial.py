@@ -24,7 +24,7 @@ pytestmark = ON_GPU
 ALLOWED = [
     name
     for name, r in RECIPES.items()
-    if not r.fake_only and r.block and r.tensor_scaling in ("none", "tensor") and r.four_over_six is None
+    if not r.fake_only and r.block and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)
 ]
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 

@@ -72,3 +72,54 @@ def test_columns_experts_views_and_odd_sizes() -> None:
     check(x[:0])
     whole = cupy.asarray(np.concatenate([np.zeros(3, np.float32), x.reshape(-1)]))
     assert differing(fp4kit.search_scales(whole[3:].reshape(x.shape), STATIC), fp4kit.search_scales(x, STATIC)) == 0
+
+
+def hessians(K: int, seed: int = 0) -> np.ndarray:
+    """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual ones."""
+    rng = np.random.default_rng(seed)
+    samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))
+    found = (samples.transpose(0, 2, 1) @ samples / 40).astype(np.float32)
+    few = rng.standard_normal((3, 16))
+    found[1 % len(found)] = few.T @ few
+    if len(found) > 4:
+        found[2], found[3] = np.diag(rng.choice([0, 1, 3], 16)), np.eye(16)
+        found[4] -= 3 * np.eye(16, dtype=np.float32)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+def test_hessian(dtype) -> None:
+    x = np.concatenate([searched_blocks(dtype, seed) for seed in range(2)], axis=1)
+    finite = np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
+    check(finite, hessian=hessians(128))
+    for amax in (4.0, 1e-7, 0.0):
+        check(x, tensor_amax=amax, hessian=hessians(128, 1))
+    check(x, tensor_amax=4.0, hessian=hessians(128), candidates=(-3, 4))
+    check(x, "nvfp4-modelopt-static-4over6", tensor_amax=4.0, hessian=hessians(128))
+
+
+MSE = "nvfp4-modelopt-mse"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_recipe_that_searches(dtype) -> None:
+    x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
+    for options in ({}, {"axis": 0}, {"tensor_amax": 3.0}, {"scale_layout": "swizzled_128x4"}):
+        found, expected = fp4kit.quantize(cupy.asarray(x), MSE, **options), fp4kit.quantize(x, MSE, **options)
+        assert found.recipe.id == MSE
+        for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
+            assert differing(getattr(found, part), getattr(expected, part)) == 0, part
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), MSE), fp4kit.fake_quantize(x, MSE)) == 0
+    for found, expected in zip(fp4kit.quantize_both(cupy.asarray(x), MSE), fp4kit.quantize_both(x, MSE), strict=True):
+        assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
+    out = fp4kit.quantize(cupy.asarray(x * dtype(2)), MSE)
+    again = fp4kit.quantize(cupy.asarray(x), MSE, out=out)
+    assert again is out and differing(out.packed, fp4kit.quantize(x, MSE).packed) == 0
+
+
+def test_recipe_equals_its_two_steps() -> None:
+    x = searched_blocks(np.float32)[:40]
+    amax = fp4kit.search_scales(x, MSE)
+    assert (amax == fp4kit.search_scales(x, STATIC)).all()
+    one, two = fp4kit.quantize(x, MSE), fp4kit.quantize(x, STATIC, block_amax=amax)
+    assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()

@@ -28,7 +28,7 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 ARCHITECTURES = ["sm_100a", *exhaustive(("sm_75", "sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a"))]
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only]
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]

@@ -113,7 +113,7 @@ def test_columnwise_and_plans(size) -> None:
     [
         (lambda: cast((3, 5, 16)), "matrix 0: no process owns elements [0, 3) of 16; needs each element in one shard"),
         (lambda: cast((0, 5, 16)), "matrix 0: no process owns elements [5, 16) of 16"),
-        (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between two scales by whole blocks"),
+        (lambda: cast((0, 16, 16), recipe="nvfp4-te-4over6-mae-256-2d"), "chooses between scales by whole blocks"),
         (lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True), "nvfp4-te has 1x16 blocks; needs square ones"),
         (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
         (

@@ -148,7 +148,7 @@ OUT = np.zeros((4, 8), np.uint8)
             "partial_cast: block_amax holds 2 infinite value(s) of 4, and nvfp4-flashinfer scales by the finite elements; give "
             "tensor_amax, that of the finite elements of the whole matrix",
         ),
-        (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between two scales by whole blocks"),
+        (lambda: _call(OUT, name="nvfp4-te-4over6-mae-256-2d"), ValueError, "chooses between scales by whole blocks"),
     ],
 )
 def test_errors(call, error, message) -> None:

@@ -17,7 +17,9 @@ from inputs import BF16
 from fp4kit.recipes import RECIPES
 
 ALLOWED = [
-    r for r in RECIPES.values() if not r.fake_only and r.block and r.tensor_scaling in ("none", "tensor") and not r.four_over_six
+    r
+    for r in RECIPES.values()
+    if not r.fake_only and r.block and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)
 ]
 CASES = [Partial(r, dtype) for r, dtype in zip(ALLOWED, cycle((F32, BF16, F16)), strict=False)]
 CASES += [

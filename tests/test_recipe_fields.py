@@ -66,6 +66,8 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "largest error, flushed": (
         "nvfp4-flashinfer-4over6-mse-256", {"four_over_six": "max"}, V, "four_over_six is 'max'; needs neither flush nor",
     ),
+    "infinity without": ("nvfp4-te", {"keep_infinity": True}, V, "keep_infinity is True; needs lane_sums or a block_rule of"),
+    "infinity of a tensor": ("fp8-modelopt", {"keep_infinity": True}, V, "keep_infinity is True; needs lane_sums"),
     "static by amax": ("mxfp4-quark-even", {"static": True}, V, "static is True; needs False: block_rule 'e8m0_quark_even' asks"),
     "one level": ("nvfp4-qwix", {"tensor_scaling": "tensor", "tensor_rule": "te"}, V, "writes scales of one level; needs 'none'"),
     # scale, block and rules
@@ -138,6 +140,23 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "NaN of two codes": ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element with a NaN and no nan_code"),
     "first of integers": (
         "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
+    ),
+    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents, modelopt_sweep, or ''"),
+    "search of another type": ("nvfp4-te", {"search": None}, V, "search is None; needs one of auto_round_powers"),
+    "search as a list": ("nvfp4-te", {"search": []}, V, "search is []; needs one of auto_round_powers"),
+    "search of powers": (
+        "nvfp4-te", {"search": "auto_round_powers"}, V, "scale is E4M3; this search chooses amaxes of blocks with scales of E8M0"
+    ),
+    "search without blocks": ("fp8-modelopt", {"search": "auto_round_powers"}, V, "scale is None; this search chooses amaxes"),
+    "searched rows": ("nvfp4-te-2d", {"search": "auto_round_percents"}, V, "block is (16, 16); search 'auto_round_percents'"),
+    "searched lanes": ("nvfp4-auto-round-opt", {"block": (1, 12)}, V, "needs one row and a multiple of 8 columns"),
+    "searched 4over6": (
+        "nvfp4-te-4over6-mae-448", {"search": "auto_round_percents"}, V, "four_over_six is 'mae'; has no meaning with search"
+    ),
+    "searched and static": ("nvfp4-auto-round-opt", {"static": True}, V, "static is True; has no meaning with search"),
+    "searched 32": ("nvfp4-modelopt-mse", {"block": (1, 32)}, V, "needs E2M1 elements in blocks of 16 columns and tensor_scaling"),
+    "searched fake rule": (
+        "nvfp4-modelopt-fake", {"search": "auto_round_percents"}, V, "fake_rule is 'nvfp4_modelopt_triton'; has no meaning with"
     ),
     "first of NaN": ("mxfp4-mlx-cpu", {"nan_code": 7}, V, "nan_code is 7; rounding 'first' takes the first of equal errors"),
     "compared without a rule": (

@@ -10,9 +10,9 @@ from fp4kit.recipes import Recipe
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """The codes of a 4over6 recipe depend on whole blocks."""
-    if r.four_over_six:
-        raise ValueError(f"{op}: {r.id} chooses between two scales by whole blocks; use quantize on the whole matrix")
+    """The codes of a recipe that chooses between scales depend on whole blocks."""
+    if r.four_over_six or r.search:
+        raise ValueError(f"{op}: {r.id} chooses between scales by whole blocks; use quantize on the whole matrix")
 
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:

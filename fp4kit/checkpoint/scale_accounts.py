@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.call.search import is_searched
+from fp4kit.call.search_scales import is_searched
 from fp4kit.checkpoint.accounts import Case, Layout, Tally, amaxes, bytes_equal, chunks
 from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.checkpoint.trials import sample_of
@@ -54,7 +54,7 @@ def scale_account(case: Case, plain: Layout) -> Found | None:
     possible = [r for r in candidates_of(layer.recipe) if r.tensor_scaling == scaling and r.block_rows == 1]
     rows = sample_of(plain.shape, layer.recipe).rows
     possible = [r for r in possible if _codes_alike(case, plain, r, rows)]
-    for r in filter(is_searched, possible):
+    for r in (r for r in possible if is_searched(r) and not r.search):
         for amax in amaxes(case, r):
             if _searched_alike(case, plain, r, amax, rows) and (tally := _searched_tally(case, plain, r, amax)).all_bytes:
                 return Found((r,), SEARCH.words, tally)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.search import check_searched
+from fp4kit.call.search_scales import check_searched
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.checkpoint.job import SEARCHED
 from fp4kit.checkpoint.manifest import file_digest
@@ -113,6 +113,8 @@ class ScaleSearch:
             check_searched("scale search", recipe)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
+        if recipe.search:
+            raise CheckpointError(f"scale search: {recipe.id} searches by itself; leave it out, or use {RECIPE}")
         if form is None or form.format not in _FORMATS:
             raise CheckpointError(f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}")
         if nonfinite == "keep":

@@ -24,7 +24,7 @@ def block_text(r: Recipe) -> str:
 def rule_text(r: Recipe) -> str:
     """The rule that makes the scale: of blocks, of the tensor, or of the fake quantizer."""
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
-    return (rule or "").replace("_", " ")
+    return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:

@@ -14,6 +14,7 @@ from fp4kit.cpu.matrix import INPUTS, UNIT, Shape, address, blocks_of, bytes_of
 from fp4kit.cpu.native import DecodeCall, functions, threads_for
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import decoding
 from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied import stored_tensor_scale
 from fp4kit.reference.scaling import TensorScale
@@ -22,9 +23,9 @@ TABLES_FROM = 256  # blocks of a matrix, as many as scales have codes: then tabl
 
 
 @lru_cache(256)
-def decoder_of(r: Recipe) -> int:
-    """The library's index of what decodes a recipe. Raises Declined where it has none."""
-    found = functions().fp4kit_decoder(decode_key(r).encode())
+def decoder_of(r: Recipe, dtype: np.dtype) -> int:
+    """The library's index of what decodes a recipe to a dtype. Raises Declined where it has none."""
+    found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the compiled engine does not have the values of {r.id}")
     return found
@@ -34,13 +35,19 @@ def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
     """reference.dequantize.dequantize_matrix."""
-    tensor = _spread(tensor.columns(recipe))
+    tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
+    scales = None if scales is None else _in_rows(scales)
     for rows, columns in _units_left(packed, scales, recipe, tensor, out):
         blocks = blocks_of(columns, recipe)
         specification.dequantize_matrix(
             packed[rows, bytes_of(columns, recipe)], None if scales is None else scales[rows, blocks], recipe,
             tensor.cut(rows, blocks), out[rows, columns],
         )  # fmt: skip
+
+
+def _in_rows(bytes_: np.ndarray) -> np.ndarray:
+    """With the bytes of a row one after the other, as the library reads them."""
+    return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
@@ -100,6 +107,6 @@ def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: in
     width = max(min(max(WIDTH // block, 1) * block, K), 1)
     return DecodeCall(
         rows=M, columns=K, packed_step=packed_step, scales_step=scales_step or 0, out_step=values.strides[0] // values.itemsize,
-        height=max(UNIT // width, 1), width=width, tables_from=TABLES_FROM, decoder=decoder_of(r), kind=INPUTS[values.dtype],
-        block=block,
+        height=max(UNIT // width, 1), width=width, tables_from=TABLES_FROM, decoder=decoder_of(r, values.dtype),
+        kind=INPUTS[values.dtype], block=block,
     )  # fmt: skip

@@ -63,7 +63,7 @@ def _check(call: Call) -> None:
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """reference.engine.dequantize."""
-    decoding.decoder_of(q.recipe)
+    decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < keys.FEW_VALUES:
         raise Declined("the specification is as quick with so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
@@ -71,8 +71,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
     """reference.engine.requantize."""
-    decoding.decoder_of(q.recipe)
-    decoding.decoder_of(target)
+    for r in (q.recipe, target):
+        decoding.decoder_of(r, np.dtype(np.float32))
     matrix.kernels_of(target)
     return reference.requantize(q, target, _MATRICES)
 

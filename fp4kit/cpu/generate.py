@@ -14,6 +14,7 @@ from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key, top_r
 from fp4kit.cuda.traits import decode_rule, format_struct, then_encodes
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
+from fp4kit.recipes.schema import decoding
 from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
@@ -26,7 +27,8 @@ def text() -> str:
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
-    decodes = {decode_key(r): r for r in reversed(table)}
+    decoded = [other for r in table for other in {decoding(r, dtype) for dtype in ("float32", "float16")}]
+    decodes = {decode_key(r): r for r in reversed(decoded)}
     return "\n".join(
         [
             "// Written by cpu/generate.py from the recipes of the table.",
@@ -60,6 +62,7 @@ def _rule(r: Recipe) -> list[str]:
         f"using Scale = {_format(r.scale)};",
         f"using BlockRule = block_{r.block_rule};",
         f"static constexpr int kScaleMax = {r.scale_max};",
+        f"static constexpr bool kKeepInfinity = {_bool(r.keep_infinity)};",
         f"static constexpr bool kPropagateNan = {_bool(r.amax_nan == 'propagate')};",
     ]
 

@@ -5,7 +5,7 @@ A variant of a recipe whose fields have a name there is computed by it, whatever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from fp4kit import formats
@@ -20,7 +20,7 @@ def rule_key(r: Recipe) -> str | None:
     if r.block_rule is None or r.scale is None or r.four_over_six:
         return None
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
-    return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}"
+    return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
 
 
 def tensor_key(r: Recipe) -> str | None:
@@ -71,7 +71,16 @@ def not_faked(r: Recipe) -> str | None:
     return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
 
 
-COVERAGE = {"quantize and all that makes codes": not_encoded, "fake_quantize": not_faked}
+def not_searched(r: Recipe) -> str | None:
+    """Why it does not find the amaxes of a recipe's blocks, under which it makes codes."""
+    return "a search: the specification tries its candidates" if r.search else None
+
+
+COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
+    "quantize and all that makes codes": not_encoded,
+    "fake_quantize": not_faked,
+    "block amaxes before these": not_searched,
+}
 COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 

@@ -75,7 +75,8 @@ class _Like(NamedTuple):
 
 def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
     """That of a call on the rows of a whole array, None where it would not be one call of the library."""
-    r, plain = call.recipe, call.random is None and call.mask is None and call.block_amax is None and call.tensor_amax is None
+    r, given = call.recipe, (call.random, call.mask, call.block_amax, call.tensor_amax)
+    plain = all(a is None for a in given) and not r.search
     rows = call.axis == call.x.ndim - 1 and (call.x.ndim <= 2 or r.block_rows == 1)
     if not (plain and rows and r.tensor_scaling != "block" and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
         return None

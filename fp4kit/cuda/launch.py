@@ -21,6 +21,7 @@ from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.recipes.schema import decoding
 
 _DEQUANTIZE = np.dtype(
     [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
@@ -61,7 +62,8 @@ def is_whole(m: Matrix, work: Work) -> bool:
 def struct_of(work: Work) -> str:
     """The structs that a kernel of a way is instantiated with."""
     options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "sign_mask": work.mask}
-    return recipe_struct(work.recipe, work.layout, **options, finds_amax=work.finds_amax)
+    r = decoding(work.recipe, work.dtype) if work.values else work.recipe
+    return recipe_struct(r, work.layout, **options, finds_amax=work.finds_amax)
 
 
 @cache
@@ -91,7 +93,7 @@ def quantize_matrix(m: Matrix, work: Work, seed: int = 0, way: Way | None = None
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    source = instantiation("dequantize", recipe_struct(r, layout), Input=TYPES[original], Output=TYPES[dtype])
+    source = instantiation("dequantize", recipe_struct(decoding(r, dtype), layout), Input=TYPES[original], Output=TYPES[dtype])
     return loader.function(source, "dequantize_kernel", device)
 
 

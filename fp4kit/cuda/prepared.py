@@ -192,9 +192,10 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was `values`."""
     work = work_of(call, values=True)
     one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
-    if not one or count(call, work, call.tensor_amax) != 1:
+    way = find_way(work)
+    if way is None or not one or count(call, work, call.tensor_amax) != 1:
         return None
-    way, work = way_of(work), finding(call, work, call.x)
+    work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
     memory = memory_of(x)
     new = memory.maker(call.x.shape, call.x.dtype, False)

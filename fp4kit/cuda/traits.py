@@ -83,6 +83,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kLargestError": r.four_over_six == "max",
         "bool kFastError": r.fast_error,
         "bool kLaneSums": r.lane_sums,
+        "bool kKeepInfinity": r.keep_infinity,
         "AmaxNan kAmaxNan": f"AmaxNan::{r.amax_nan}",
         "Rounding kRounding": f"Rounding::{r.rounding}",
         "Sign kSign": f"Sign::{r.sign}",

@@ -125,7 +125,7 @@ def _takes_fake(w: Work) -> bool:
 
 def patches(r: Recipe) -> bool:
     """Whether a recipe's blocks are ones that a patch kernel has."""
-    one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None
+    one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
 
 
@@ -170,6 +170,11 @@ def _takes_rows(w: Work) -> bool:
     r = w.recipe
     rows, columns = r.block or (0, 0)
     return _by_rows(w) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
+
+
+def searches(w: Work) -> bool:
+    """Whether block amaxes are to be chosen; scales that are given need none."""
+    return bool(w.recipe.search) and not w.scaled
 
 
 # ---- geometry ---------------------------------------------------------------------------------------------------------------
@@ -248,7 +253,7 @@ WAYS = (
 @lru_cache(KEPT)
 def find(w: Work) -> Way | None:
     """The first way that takes the work; None where there is none."""
-    return None if unsupported(w.recipe) else next((way for way in WAYS if way.takes(w)), None)
+    return None if unsupported(w.recipe) or searches(w) else next((way for way in WAYS if way.takes(w)), None)
 
 
 def way_of(w: Work) -> Way:
@@ -264,6 +269,8 @@ def why_declined(w: Work) -> str:
     """What no way takes, and what is needed."""
     r = w.recipe
     rows, columns = r.block or (1, 1)
+    if searches(w):
+        return f"{r.id} has search={r.search!r}, which no CUDA kernel has; needs ''; compute on the CPU with cupy.asnumpy(x)"
     if has_own_values(w):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"

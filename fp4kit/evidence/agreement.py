@@ -40,7 +40,7 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     groups: dict[bytes, list[str]] = {}
     for r in RECIPES.values():
-        if not r.fake_only and r.scale is not None:
+        if not r.fake_only and r.scale is not None and not r.search:  # a search gives what no other does, and takes long
             quantized = [quantize(x, r) for x in data]
             groups.setdefault(b"".join(q.packed.tobytes() + q.block_scale.tobytes() for q in quantized), []).append(r.id)
     yield from (tuple(ids) for ids in groups.values() if len(ids) > 1)

@@ -181,7 +181,7 @@ class Case:
         """A recorded array; the one that a GPU gave where there are two. bfloat16 comes typed."""
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
-            places.insert(0, ("producers_h200", f"{self.name}/{self.row.file}_{self.row.variant}/{part}"))
+            places.insert(0, ("producers_h200", f"{self.name}/{self.row.on_gpu}/{part}"))
         for file, key in places:
             if key in self.golden.keys(file):
                 array = self.golden.get(file, key)
@@ -268,7 +268,7 @@ def _arrays(case: Case) -> Compared:
         by_block = skip[:, :: case.recipe.block_size] if case.row.skip in SKIPPED_SCALES else np.False_
         yield (
             case.key("scales"),
-            _unsign_nan(ours, case.recipe.scale),
+            _unsign_nan(np.maximum(ours, np.uint8(case.row.least_scale)), case.recipe.scale),
             _unsign_nan(_crop(scales, ours), case.recipe.scale),
             by_block,
         )
@@ -313,7 +313,7 @@ def _tensor_arrays(case: Case) -> Compared:
 def _fake_arrays(case: Case) -> Compared:
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
-    for name in ("output", "dequant"):
+    for name in case.row.values:
         output = case.part(name)
         if output is not None:
             y = case.ops.fake_quantize(case.x, case.recipe, **arguments)

@@ -73,9 +73,10 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
     """Rows only where one factor covers them: not beside tensor scales of a row or block, nor in fake quantizers."""
     if r.block is None:
         return {}
-    one_row = r.fake_rule or r.tensor_scaling in ("row", "block")
+    one_row = r.fake_rule or r.search or r.tensor_scaling in ("row", "block")
     square = _pick(rng, ((16, 16), (32, 32), (8, 8), (2, 16), (4, 32), (16, 32), (64, 64)))
-    return {"block": (1, _pick(rng, (16, 32, 64, 128, 8, 2))) if one_row or rng.random() < 0.5 else square}
+    columns = (16, 32, 64, 128, 8, 2)[: 5 if r.search else 6]
+    return {"block": (1, _pick(rng, columns)) if one_row or rng.random() < 0.5 else square}
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
@@ -116,9 +117,17 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
     """4over6 chooses scales by itself; a fake rule takes block amaxes only where there are block scales."""
-    if r.four_over_six or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
+    if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
     return {"static": bool(rng.random() < 0.5)}
+
+
+def _search(rng: Rng, r: Any) -> dict[str, Any]:
+    """Of blocks of one row that nothing else chooses the amax of."""
+    plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
+    if not plain or r.scale is None:
+        return {}
+    return {"search": _pick(rng, ["", *(name for name, rule in rules.SEARCHES.items() if rule.scale == r.scale.name)])}
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
     with_amax = ("te",) if r.tensor_scaling != "none" else ()
-    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "gguf", *with_amax))}
+    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "auto_round", "gguf", *with_amax))}
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
@@ -186,6 +195,7 @@ CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {
     "nan_code": _nan_code,
     "amax_nan": _amax_nan,
     "static": _static,
+    "search": _search,
     "narrow": _narrow,
     "scale_max": _scale_max,
     "apply": _apply,

@@ -19,7 +19,8 @@ class Row:
     decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
     columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
-    on_gpu: producers_h200 has the arrays, under <file>_<variant>, that differ on a GPU from those of the file.
+    on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
+    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least.
     """
 
     recipe: str
@@ -36,7 +37,9 @@ class Row:
     decoded: bool = False
     raw: str = ""
     least_amax: float = 0.0
-    on_gpu: bool = False
+    on_gpu: str = ""
+    values: tuple[str, ...] = ("output", "dequant")
+    least_scale: int = 0
 
 
 def _te_rows() -> Iterator[Row]:

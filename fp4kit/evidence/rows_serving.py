@@ -18,7 +18,8 @@ def _vllm(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", least_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
-    yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu=True)
+    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # its global_scale
+    yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
     yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
     yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # mxfp8-vllm
 
@@ -40,15 +41,19 @@ def _quark(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
     yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
     for mode in ("even", "floor", "ceil"):
-        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block")
-        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, skip="applied_scale")
+        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", skip="nonfinite_block", decoded=True)
+        yield row(f"mxfp4-quark-{mode}", "quark", f"mxfp4_{mode}", fake=True, values=("output",), skip="applied_scale")
     for element in ("e2m3", "e3m2"):
         yield row(f"mxfp6-quark-{element}-even", "quark", f"mxfp6_{element}_even", skip="nonfinite_block")
     yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", fake=True, skip="nonfinite_block")
+    yield row("mxfp8-quark-even", "quark", "mxfp8_e4m3_even", least_scale=1, skip="nonfinite_block")
 
 
 def _auto_round(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-auto-round", "auto_round", "nvfp4")
+    yield row("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
+    yield row("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
+    yield row("mxfp4-auto-round-opt", "auto_round", "mxfp4_opt_rtn", skip="nonfinite_block")
     yield row("mxfp4-auto-round", "auto_round", "mxfp4")
     yield row("mxfp4-auto-round", "auto_round", "mxfp4", fake=True)
     for mode in ("rceil", "rceil_v2"):
@@ -64,7 +69,10 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
     for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
         yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor")
     for top in ("6", "4"):
-        yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}")
+        yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
+    for name, variant, block in (("", "mse", None), ("", "mse_2d", (16, 16)), ("-mae", "mae", None), ("-6", "static_6", None)):
+        known = {"block": block, "skip": "nonfinite_tensor", "on_gpu": f"fouroversix_triton_nvfp4_{variant}"}
+        yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **known)
 
 
 def _others(row: Callable[..., Any]) -> Rows:
@@ -73,5 +81,5 @@ def _others(row: Callable[..., Any]) -> Rows:
     for name in ("mxfp4", "mxfp8"):
         yield row(f"{name}-deepgemm", "deepgemm", name)
         yield row(f"{name}-qwix", "qwix", name)
-    for dtype in ("__f32", "__bf16"):
-        yield row("nvfp4-qwix", "qwix", "nvfp4", inputs=dtype)
+    for dtype, name in (("f32", ""), ("bf16", ""), ("f16", "-float16")):
+        yield row(f"nvfp4-qwix{name}", "qwix", "nvfp4", inputs=f"__{dtype}")

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.layouts import pack_gguf, pack_mlx
+from fp4kit.layouts import pack_gguf, pack_mlx, unpack
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import ONE
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.blocks import block_amax
+from fp4kit.reference.codec import decode
+from fp4kit.reference.scaling import tensor_scale
 
 RAW: dict[str, Callable[[Any], np.ndarray]] = {  # Row.raw: from a Quantized
     "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
@@ -23,3 +29,22 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
     if case.row.decoded and values is not None:
         yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
+    yield from _beside_codes(case)
+
+
+def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """What stands for codes that are not all there, and for scales that no byte has."""
+    for part in ("scale_applied", "scale"):
+        if (applied := case.part(part)) is not None:
+            yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
+    if (values := case.part("values")) is not None:
+        yield case.key("values"), decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values)  # NaN has no code
+
+
+@np.errstate(all="ignore")
+def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """The scales of blocks (rows, blocks) that elements are divided by, whatever byte stands for them: of one level, float32."""
+    amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
+    rule = BLOCK_RULES[r.block_rule or ""]
+    factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
+    return factor if r.apply == "divide" else ONE / factor

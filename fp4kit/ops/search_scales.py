@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.call.search import search_call
+from fp4kit.call.search_scales import search_call
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
@@ -32,8 +32,9 @@ def search_scales(
     With a Hessian H of the block's columns the loss is d^T H d, d = x - q * scale(c), and scale(c) is first rounded to E4M3.
 
     x: float32, float16 or bfloat16, any shape and strides, of any library. Never written to.
-    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6. Blocks
-        run along `axis`; the loss of a 16x16 block, where a variant has these, is that of all its rows.
+    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6; or
+        nvfp4-modelopt-mse, which quantizes under the same amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block,
+        where a variant has these, is that of all its rows.
     tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
     weights: float32 (K,), finite and >= 0, one for each place along `axis`, such as the mean square of the activation that it
         meets; 0: this column does not matter. None: all 1, with the same result as ones.
@@ -55,7 +56,7 @@ def search_scales(
         candidate. Of a tensor of zeros all amaxes are 0; -0 is 0.
     Exact: the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a Hessian. Weights,
         "near" and scale_max 256 follow the same arithmetic; the source has none of them there.
-    Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; fp4kit.reference.search says it in NumPy.
+    Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; fp4kit.reference.search_scales says it in NumPy.
 
     >>> import fp4kit, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)

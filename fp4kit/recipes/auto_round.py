@@ -11,9 +11,20 @@ from fp4kit.recipes.schema import Recipe, of_format
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
-    yield of_format(
-        NVFP4, "nvfp4-auto-round", tensor_rule="auto_round", block_rule="auto_round", sign="unsigned_zero", amax_nan="propagate",
-        source="auto-round 0.16.1 data_type/nvfp.py nv_fp4", exact="its packed tensors",
+    nvfp4 = of_format(
+        NVFP4, "nvfp4-auto-round", tensor_rule="auto_round", block_rule="auto_round", decode_rule="auto_round",
+        sign="unsigned_zero", amax_nan="propagate", source="auto-round 0.16.1 data_type/nvfp.py nv_fp4",
+        exact="its packed tensors",
+    )  # fmt: skip
+    yield nvfp4
+    yield replace(
+        nvfp4, id="nvfp4-auto-round-fake", sign="negative",
+        exact="the values of its fake quantizer, where small negatives are -0: packing, which begins with them, drops that sign",
+    )  # fmt: skip
+    yield replace(
+        nvfp4, id="nvfp4-auto-round-opt", search="auto_round_percents",
+        source="auto-round 0.16.1 data_type/nvfp.py opt_rtn_nv_fp4, search_nvfp4_scale",
+        exact="its packed tensors of iters=0, its default; a tensor_amax that is given is that of the search, too",
     )  # fmt: skip
     floor = of_format(
         MXFP4, "mxfp4-auto-round", block_rule="e8m0_auto_round", rounding="rns", sign="negative", nan_code=8,
@@ -21,6 +32,11 @@ def recipes() -> Iterator[Recipe]:
         exact="its packed tensors of iters=0 with disable_opt_rtn",
     )  # fmt: skip
     yield floor
+    yield replace(
+        floor, id="mxfp4-auto-round-opt", search="auto_round_powers",
+        source="auto-round 0.16.1 data_type/mxfp.py quant_mx_opt_rtn",
+        exact="its packed tensors of iters=0, its default, but for blocks with inf",
+    )  # fmt: skip
     for rule in ("rceil", "rceil_v2"):
         yield replace(
             floor, id=f"mxfp4-auto-round-{rule.replace('_', '-')}", block_rule=f"e8m0_auto_round_{rule}",

@@ -9,6 +9,7 @@ from fp4kit.formats import MXFP4, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
 
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
+_TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 
 
 def recipes() -> Iterator[Recipe]:
@@ -20,7 +21,8 @@ def recipes() -> Iterator[Recipe]:
         exact="its codes of mse, the default, in blocks of 16x16, too; nvfp4-te-4over6-mse-256 but for scales of 0",
     )  # fmt: skip
     yield mse
-    yield replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact="its codes of mae")
+    mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact="its codes of mae")
+    yield mae
     yield replace(mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact="its codes of abs_max")
     six = of_format(
         NVFP4, "nvfp4-fouroversix-6", tensor_rule="fouroversix", block_rule="fouroversix", sign="negative", nan_code=0xB,
@@ -28,12 +30,18 @@ def recipes() -> Iterator[Recipe]:
     )  # fmt: skip
     yield six
     yield replace(six, id="nvfp4-fouroversix-6-2d", block=(16, 16))
+    for cpu, name, blocks in ((mse, "", ", in blocks of 16x16, too"), (mae, "-mae", ""), (six, "-6", "")):
+        yield replace(
+            cpu, id=f"nvfp4-fouroversix-triton{name}", keep_infinity=True, nan_code=0xF, source=_TRITON,
+            exact=f"its codes on an H200{blocks}; {cpu.id} but for tensors whose amax is near 2^-126 and below",
+        )  # fmt: skip
     yield replace(
         six, id="nvfp4-fouroversix-4", tensor_rule="fouroversix_4", block_rule="fouroversix_4", exact="its codes of static_4",
     )  # fmt: skip
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
-            MXFP4, f"mxfp4-fouroversix-{top}", block_rule=rule, sign="negative", nan_code=0xB, amax_nan="propagate",
-            source=f"{_SOURCE} quantize_to_mxfp4",
-            exact=f"its codes of static_{top}; those of a block of zeros mean -1.5 there, too",
+            MXFP4, f"mxfp4-fouroversix-{top}", block_rule=rule, decode_rule="e8m0_float16", sign="negative", nan_code=0xB,
+            amax_nan="propagate", source=f"{_SOURCE} quantize_to_mxfp4",
+            exact=f"its codes of static_{top}; those of a block of zeros mean -1.5 there, too; its values, which it rounds to "
+            "float16, so that scales from 2^16 on and below 2^-24 are lost",
         )  # fmt: skip

@@ -51,7 +51,7 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         fmt, f"{name}-mlx-cpu", block_rule="e8m0_mlx", decode_rule="e8m0_mlx", apply="divide", amax_nan="propagate", **first,
         source=f"MLX 0.32.4 mx.quantize mode {name}, CPU",
         exact="mx.quantize on a CPU, from 0.32.2 on; scale bytes of tiny blocks wrap there, and here, and decode as huge scales; "
-        "decoded as float32 or bfloat16 (its float16 rounds the scale first: inf from 2^16 on, 0 below 2^-24)",
+        "to float16 it decodes with rounded scales: inf from 2^16 on, 0 below 2^-24",
     )  # fmt: skip
     yield cpu
     yield replace(

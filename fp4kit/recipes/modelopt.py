@@ -28,6 +28,11 @@ def _nvfp4() -> Iterator[Recipe]:
     )  # fmt: skip
     yield static
     yield replace(static, id="nvfp4-modelopt-static-4over6", scale_max=256)
+    yield replace(
+        static, id="nvfp4-modelopt-mse", static=False, search="modelopt_sweep",
+        exact="NVFP4QTensor with the block amaxes of its sweep of E4M3 scales, as it runs on an H200",
+        source="Model-Optimizer nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
+    )  # fmt: skip
     fake = replace(
         dynamic, id="nvfp4-modelopt-fake", fake_only=True, fake_rule="nvfp4_modelopt_triton", exact="its values on a GPU",
         source="Model-Optimizer kernels/quantization fp4_fake_quant_block (Triton)",

@@ -22,7 +22,7 @@ class BlockRule(NamedTuple):
     needs_tensor: it reads tensor_amax itself. flush: whether its arithmetic flushes subnormals, which its elements then do
     too; None for either. encode: its factor reads the tensor's encode scale, and not the decode scale. then_encode: that is no
     part of its factor: elements meet it afterwards. reads_amax: its factor is not that of the code alone. one_level: it knows no
-    tensor scale.
+    tensor scale. may_overflow: its factor goes by Recipe.keep_infinity.
     """
 
     scale: str
@@ -34,6 +34,7 @@ class BlockRule(NamedTuple):
     then_encode: bool = False
     reads_amax: bool = False
     one_level: bool = False
+    may_overflow: bool = False
 
 
 _POWER = BlockRule("E8M0", flush=None)
@@ -71,9 +72,10 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "auto_round": BlockRule("E4M3", six=True),
     "quark": BlockRule("E4M3", "divide"),
     "quark_file": BlockRule("E4M3", "divide"),
-    "fouroversix": BlockRule("E4M3"),
-    "fouroversix_4": BlockRule("E4M3", six=True),
+    "fouroversix": BlockRule("E4M3", may_overflow=True),
+    "fouroversix_4": BlockRule("E4M3", six=True, may_overflow=True),
     "qwix": BlockRule("E4M3", "divide", one_level=True),
+    "qwix_float16": BlockRule("E4M3", one_level=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,
@@ -118,12 +120,13 @@ TOPS = {"fouroversix_4": 4}
 class DecodeRule(NamedTuple):
     """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode.
 
-    unsigned_zero: the code of -0 is +0.
+    unsigned_zero: the code of -0 is +0. float16: the rule that float16 values are decoded by, where it is another.
     """
 
     scales: tuple[str | None, ...]
     needs_amax: bool = False
     unsigned_zero: bool = False
+    float16: str = ""
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -132,6 +135,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "te": DecodeRule(("E4M3",), needs_amax=True),
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
     "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
+    "auto_round": DecodeRule(("E4M3",)),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
     "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),
@@ -139,7 +143,26 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "e8m0_unbounded": _POWERS,
     "gguf": DecodeRule(("E4M3",), unsigned_zero=True),
     "e8m0_gguf": DecodeRule(("E8M0",), unsigned_zero=True),
-    "e8m0_mlx": _POWERS,
+    "e8m0_mlx": DecodeRule(("E8M0",), float16="e8m0_float16"),
+    "e8m0_float16": _POWERS,
+}
+
+
+class SearchRule(NamedTuple):
+    """What a search is for. scale: name of the block scales that the chosen amaxes give. lanes: columns are multiples of it.
+
+    nvfp4: of E2M1 elements in blocks of 16 columns under one tensor scale alone, whose amax is the largest that is searched.
+    """
+
+    scale: str
+    lanes: int = 1
+    nvfp4: bool = False
+
+
+SEARCHES: dict[str, SearchRule] = {  # of Recipe.search, where a block's amax is not its largest magnitude
+    "auto_round_powers": SearchRule("E8M0", lanes=8),
+    "auto_round_percents": SearchRule("E4M3", lanes=8),
+    "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
 }
 
 

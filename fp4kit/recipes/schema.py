@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fp4kit.formats import BlockFormat, ElementFormat
+from fp4kit.recipes import rules
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 
 TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # names of producers that have a hyphen themselves
@@ -32,8 +34,11 @@ class Recipe:
     four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4, by the mean
         absolute, mean squared or largest error.
     lane_sums: 4over6 adds errors in eight lanes, as PyTorch does on a CPU; elements under a scale of 0 are zeros (fouroversix).
+    keep_infinity: an infinite factor stays one, under which elements saturate (fouroversix's Triton kernels); else it is NaN
+        (its masks on a CPU, which multiply infinities with 0). Only its rules have one.
     fast_error: 4over6 compares float16(code * scale) with x times the tensor's encode scale.
     scale_max: the largest block scale that the tensor scale leaves room for (448, or 256 for some 4over6 recipes).
+    search: the rule that chooses the amax of each block among candidates, by the error that they make; "": the largest magnitude.
     static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
     narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
     source: producer, file or function, version. exact: what it equals bit for bit, and where not.
@@ -65,7 +70,9 @@ class Recipe:
     four_over_six: Literal["mae", "mse", "max"] | None = None
     fast_error: bool = False
     lane_sums: bool = False
+    keep_infinity: bool = False
     scale_max: int = 448
+    search: str = ""
     static: bool = False
     narrow: bool = False
     fake_only: bool = False
@@ -128,6 +135,13 @@ def producer_of(id: str) -> str:
     """The producer that an id names: te, flashinfer, compressed-tensors, ..."""
     rest = id.partition("-")[2]
     return next((name for name in TWO_WORDS if rest.startswith(name)), rest.partition("-")[0])
+
+
+@lru_cache(256)
+def decoding(r: Recipe, dtype: Any) -> Recipe:
+    """The recipe whose decode rule gives values of a dtype: r, but where its producer decodes float16 by another."""
+    rule = rules.DECODE_RULES[r.decode_rule].float16
+    return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
 
 
 class Alias(NamedTuple):

@@ -13,7 +13,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
 from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
-_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "lane_sums", "static", "narrow", "fake_only")
+_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "lane_sums", "keep_infinity", "static", "narrow", "fake_only")
 _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
     "tensor_scaling": (rules.TENSOR_SCALINGS, False),
     "tensor_rule": (rules.TENSOR_RULES, True),
@@ -38,6 +38,7 @@ def check_recipe(r: Any) -> None:
     _check_decode_rule(r)
     _check_four_over_six(r)
     _check_fake_rule(r)
+    _check_search(r)
     _check_options(r)
 
 
@@ -224,6 +225,24 @@ def _check_fake_rule(r: Any) -> None:
     _need_plain(r, f"fake_rule {r.fake_rule!r}", ("flush",))
 
 
+def _check_search(r: Any) -> None:
+    """A search tries amaxes of blocks of one row, and nothing else is there to choose or to give one."""
+    if not isinstance(r.search, str) or r.search not in ("", *rules.SEARCHES):
+        _refuse(r, "search", f"needs one of {', '.join(rules.SEARCHES)}, or '' for the largest magnitude")
+    if not r.search:
+        return
+    rule = rules.SEARCHES[r.search]
+    if r.scale is None or r.scale.name != rule.scale:
+        _refuse(r, "search", f"scale is {r.scale}; this search chooses amaxes of blocks with scales of {rule.scale}")
+    if r.block_rows > 1 or r.block_size % rule.lanes:
+        _refuse(r, "block", f"search {r.search!r} needs one row and a multiple of {rule.lanes} columns")
+    if rule.nvfp4 and (r.element != E2M1 or r.block_size != 16 or r.tensor_scaling != "tensor"):
+        _refuse(r, "search", "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor'")
+    for name, plain in (("four_over_six", None), ("static", False), ("fake_rule", None)):
+        if getattr(r, name) != plain:
+            _refuse(r, name, f"has no meaning with search {r.search!r}, which chooses each amax by the codes; needs {plain}")
+
+
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
     """Fields that a rule's own arithmetic would leave without a meaning."""
     if r.rounding != "rn":
@@ -246,6 +265,8 @@ def _check_options(r: Any) -> None:
         _refuse(r, "static", "needs block scales, whose amaxes are calibrated; scale is None")
     if r.flush and r.block_rule is None:
         _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
+    if r.keep_infinity and not (r.lane_sums or rules.BLOCK_RULES[r.block_rule or "te"].may_overflow):
+        _refuse(r, "keep_infinity", "needs lane_sums or a block_rule of fouroversix, whose factors may be infinite")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
 

@@ -45,6 +45,11 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return _flush_result(a / b, np.divide, a, b)
 
 
+def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
+    """1 / x, 0 for 0: auto-round's get_reciprocal."""
+    return np.where(x == 0, ZERO, ONE / x)
+
+
 @cache
 def reciprocal_table() -> np.ndarray:
     """The measured differences of rcp.approx.ftz.f32, by significand."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
-from fp4kit.reference.block_arith import exponent_up, inverse_e8m0
+from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_scale
 from fp4kit.reference.scaling import TensorScale, round_to
 from fp4kit.rounding import exponent_field
 
@@ -189,15 +189,8 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^ceil(T(T(log s) / T(log 2))), s = T(amax / max), 1 below T's sqrt(smallest normal); inf and NaN -> NaN. Source: qwix.
-
-    float16: XLA on a CPU multiplies with T(1 / max). Its smallest normal is 2^-14, so an amax below 0.047 has scale 1.
-    """
-    half = dtype == np.float16
-    scale = (
-        round_to(amax * round_to(ONE / recipe.element.max, dtype), dtype) if half else round_to(amax / recipe.element.max, dtype)
-    )
-    scale = np.where(scale < np.float32(2.0**-7 if half else 2.0**-63), ONE, scale)
+    """2^ceil(T(T(log s) / T(log 2))), s of qwix_scale, which float16 has by the reciprocal; inf and NaN -> NaN. Source: qwix."""
+    scale = qwix_scale(amax, recipe, dtype, dtype == np.float16)
     with np.errstate(all="ignore"):
         logarithm = round_to(np.log(scale.astype(np.float64)).astype(np.float32), dtype)
         exponent = np.ceil(round_to(logarithm / round_to(np.float32(np.log(2)), dtype), dtype))

@@ -6,8 +6,8 @@ import numpy as np
 
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz
-from fp4kit.reference.block_arith import decode_scale
+from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz, reciprocal_or_zero
+from fp4kit.reference.block_arith import decode_scale, qwix_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.scaling import TensorScale, round_to
 
@@ -40,8 +40,7 @@ code_auto_round = code_vllm
 
 def factor_auto_round(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """1 / (scale * S_dec), 0 under a scale of 0. Source: auto-round data_type/nvfp.py."""
-    scale = decode_scale(codes) * tensor.decode
-    return np.where(scale == 0, ZERO, ONE / scale)
+    return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
 
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -84,10 +83,11 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
 
 def factor_fouroversix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """1 / (S_dec * scale), 0 under a scale of 0; NaN where that or S_dec is infinite: masks multiply infinities with 0 there."""
+    """1 / (S_dec * scale), 0 under a scale of 0; NaN where S_dec is infinite, and for an infinite factor that is not kept."""
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
-    factor = np.where(scale == 0, ZERO, np.where(np.isinf(inverse), NAN, inverse))
+    inverse = np.where(np.isinf(inverse) & (not recipe.keep_infinity), NAN, inverse)
+    factor = np.where(scale == 0, ZERO, inverse)
     return np.where(np.isfinite(tensor.decode), factor, NAN)
 
 
@@ -95,6 +95,17 @@ factor_fouroversix_4 = factor_fouroversix
 
 
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(s), s = rnd(amax / 6), 1 below 2^-63; rnd rounds to the input dtype. Source: qwix."""
-    scale = round_to(amax / recipe.element.max, dtype)
-    return encode(np.where(scale < np.float32(2.0**-63), ONE, scale), E4M3)
+    """E4M3(T(amax / 6)), 1 for a quotient below 2^-63 (see qwix_scale). Source: qwix, float32 and bfloat16."""
+    return encode(qwix_scale(amax, recipe, dtype, False), E4M3)
+
+
+def code_qwix_float16(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """E4M3(T(amax * T(1 / 6))), 1 for a product below 2^-7 of float16. Source: qwix, as XLA on a CPU divides float16."""
+    return encode(qwix_scale(amax, recipe, dtype, True), E4M3)
+
+
+def factor_qwix_float16(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """T(1 / scale), likewise."""
+    return round_to(ONE / decode_scale(codes), dtype)

@@ -9,11 +9,13 @@ import numpy as np
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import reciprocal_approx_ftz
+from fp4kit.recipes.schema import decoding
+from fp4kit.reference.arith import reciprocal_approx_ftz, reciprocal_or_zero
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
-from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range
+from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, round_to
 
+HALF = np.dtype(np.float16)
 GGUF_ABOVE = np.float32(480)  # 15 * 2^5, the pattern of all ones as a number
 
 # Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
@@ -40,6 +42,11 @@ def decode_compressed_tensors(values: np.ndarray, scales: np.ndarray, tensor: Te
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """value * (block_scale * rcp(global_scale)), rcp = rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
+
+
+def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """value * R(R(block_scale * tensor_scale)), R(t) = 1 / t, 0 for 0. Source: auto-round data_type/nvfp.py ref_nvfp4_quant."""
+    return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -83,6 +90,15 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
 
+def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """H(value * H(decode_e8m0_mlx's scale)), H rounds to float16: a scale from 2^16 on is inf, one below 2^-24 is 0.
+
+    Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, whatever the dtype.
+    """
+    scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
+    return round_to(values * round_to(scale, HALF)[..., None], HALF)
+
+
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """value / (max / amax), +0 where amax <= 2^-24."""
     zero = tensor.amax <= TINY_AMAX
@@ -112,8 +128,7 @@ def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
     """Values of one matrix into out (M, K), tile by tile, rounded (rn) to out's dtype. tensor: of implied.stored_tensor_scale."""
-    tensor = tensor.columns(recipe)
-    packing = recipe.element.packing
+    recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):
         codes = unpacked(packed[rows, packing.length(columns.start) : packing.length(columns.stop)], packing)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)

@@ -16,7 +16,7 @@ from fp4kit import layouts
 from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
 from fp4kit.call.parse import Call, Options, quantize_call
-from fp4kit.call.search import Search
+from fp4kit.call.search_scales import Search
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized
@@ -31,7 +31,8 @@ from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
-from fp4kit.reference.search import search_matrix
+from fp4kit.reference.search import searched
+from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
@@ -122,6 +123,7 @@ def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # n
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes and scales of call.moved, into call.out or a new Quantized."""
     amax, r = _tensor_amax(call, by), call.recipe
+    call = searched(call, amax)
     packed, scales = _direct_outputs(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, by)

@@ -13,6 +13,7 @@ from fp4kit.reference.block_rules_serving import factor_fouroversix
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.scaling import TensorScale, full_range
+from fp4kit.reference.sums import sum_lanes
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed
@@ -73,7 +74,7 @@ def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: Te
     if recipe.four_over_six == "max":
         return np.max(_by_block(terms, recipe), axis=-1)
     if recipe.lane_sums:
-        return _sum_lanes(_by_block(terms, recipe))
+        return sum_lanes(_by_block(terms, recipe))
     error = terms[..., 0]
     for i in range(1, terms.shape[-1]):
         error = error + terms[..., i]
@@ -86,26 +87,6 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
     padded[:m] = terms
     return padded.reshape(-1, rows, count, columns).swapaxes(1, 2).reshape(-1, count, rows * columns)
-
-
-def _sum_lanes(terms: np.ndarray) -> np.ndarray:
-    """Sums of up to 256 float32 as PyTorch adds them on a CPU: by vectors of eight, in four partial sums while four are left.
-
-    Vector i of whole groups of four goes to sum i % 4, those that are left to sum 0; then the four sums are added in their order,
-    and then the eight lanes.
-    """
-    vectors = terms.reshape(*terms.shape[:-1], -1, 8)
-    count = vectors.shape[-2]
-    whole = count - count % 4
-    partial = [np.zeros((*vectors.shape[:-2], 8), np.float32) for _ in range(4)]
-    for i in range(count):
-        which = i % 4 if i < whole else 0
-        partial[which] = partial[which] + vectors[..., i, :]
-    lanes = partial[0] + partial[1] + partial[2] + partial[3]
-    error = lanes[..., 0]
-    for i in range(1, 8):
-        error = error + lanes[..., i]
-    return error
 
 
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import ONE
+from fp4kit.reference.arith import ONE, reciprocal_or_zero
 
 Pair = tuple[np.ndarray, np.ndarray]  # encode, decode
 TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat a smaller amax as "no scale"
@@ -124,8 +124,8 @@ def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """encode = (1 / amax) * 2688, two roundings, 0 for amax = 0; decode = 1 / encode, 0 for an encode of 0."""
-    encode_scale = np.where(amax == 0, np.float32(0), ONE / amax) * full_range(recipe)
-    return encode_scale, np.where(encode_scale == 0, np.float32(0), ONE / encode_scale)
+    encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
+    return encode_scale, reciprocal_or_zero(encode_scale)
 
 
 def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:

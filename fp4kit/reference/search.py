@@ -1,131 +1,96 @@
-"""Search of block scales by their error: every candidate in turn, in the float32 operations of Model-Optimizer's Triton kernels.
+"""Searches: a block's amax is chosen among candidates by the error that quantizing under it makes, not the largest magnitude.
 
-Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for sm_90.
+A search of recipes/rules.py is a function of its name here,
+
+    search_<name>(x, amax, tensor, recipe, dtype)   the chosen amaxes (rows, blocks), float32
+
+of float32 elements x (rows, columns) and the largest magnitudes of their blocks (rows, blocks), under the tensor scale that the
+call has. What follows is the recipe without its search, of blocks that have these amaxes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 
-from fp4kit.call.search import Search
-from fp4kit.formats import E2M1, E4M3
-from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import ONE, divide_full, fma
-from fp4kit.reference.block_rules import code_modelopt_static
-from fp4kit.reference.blocks import block_amax
-from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.call.amaxes import is_per_expert, part_of
+from fp4kit.call.parse import Call
+from fp4kit.parts import scale_shape
+from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.blocks import block_amax, tiles
+from fp4kit.reference.dequantize import dequantize_tile
+from fp4kit.reference.quantize import quantize_tile, widen
+from fp4kit.reference.scaling import TensorScale, tensor_scale
+from fp4kit.reference.search_scales import least_amaxes
+from fp4kit.reference.stack import stack
+from fp4kit.reference.sums import sum_lanes
 
-CODES = np.arange(1, 127, dtype=np.uint8)  # E4M3 above 0
-SIXTH = ONE / np.float32(6)
-CHUNK = 1 << 18  # elements at a time
-
-
-def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
-    """For each block of x (M, K) the amax, of the 126 that give an E4M3 scale, whose loss is least, the first of equals.
-
-    out: float32 (M, K / 16), that of a block in each of its rows.
-    """
-    height = search.call.recipe.block_rows
-    rows = max(CHUNK // x.shape[1] // height, 1) * height
-    for first in range(0, len(x), rows):
-        part = x[first : first + rows].astype(np.float32)
-        out[first : first + rows] = np.repeat(_search_rows(part, amax, search), height, axis=0)[: len(part)]
+AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
+AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
 
 
-def _search_rows(x: np.ndarray, amax: np.ndarray, search: Search) -> np.ndarray:
-    r = search.call.recipe
-    candidates = candidate_amaxes(np.float32(amax.reshape(())), r)
-    low, high = _span(block_amax(x, r), amax, search)
-    best, code = np.full(low.shape, np.inf, np.float32), low
-    for i, scale in zip(CODES, scales_of(candidates, amax, search), strict=True):
-        loss = losses(x, scale, search)
-        better = (loss < best) & (low <= i) & (i <= high)
-        best, code = np.where(better, loss, best), np.where(better, i, code)
-    return candidates[code - 1]
+def least_by_block(candidates: Iterable[np.ndarray], error: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Of candidates in their order, by block, the first of least error; the first of all where that is NaN."""
+    chosen: np.ndarray | None = None
+    for candidate in candidates:
+        found = error(candidate)
+        if chosen is None:
+            chosen, least = candidate, found
+            continue
+        better = found < least
+        chosen, least = np.where(better, candidate, chosen), np.where(better, found, least)
+    assert chosen is not None  # a search has a candidate
+    return chosen
 
 
-def _span(amaxes: np.ndarray, amax: np.ndarray, search: Search) -> tuple[np.ndarray, np.ndarray]:
-    """First and last code that blocks may have: all, or those around the code of their own amax."""
-    if search.offsets is None:
-        return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
-    r = search.call.recipe
-    tensor = tensor_scale(amax.reshape(()), r, np.dtype(np.float32))
-    own = code_modelopt_static(amaxes, tensor, r, np.dtype(np.float32)).astype(np.int32)
-    low, high = (np.clip(own + offset, CODES[0], CODES[-1]).astype(np.uint8) for offset in search.offsets)
-    return low, high
+def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray]:
+    """The squared error of each block by its amax: float32, added as PyTorch does on a CPU."""
+
+    def error(amax: np.ndarray) -> np.ndarray:
+        difference = dequantize_tile(*quantize_tile(x, recipe, tensor, dtype, amax, None), recipe, tensor) - x
+        return sum_lanes((difference * difference).reshape(len(x), -1, recipe.block_size))
+
+    return error
 
 
-# ---- scales -----------------------------------------------------------------------------------------------------------------
+def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
+    def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+        """amax * factor of least squared error, the first of equals."""
+        return least_by_block((amax * np.float32(factor) for factor in factors), _squares(x, tensor, recipe, dtype))
+
+    return search
 
 
-def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
-    """float32 (126,): amax * (c * fp32(1 / N)) for the E4M3 scales c above 0, N = scale_max."""
-    return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
+search_auto_round_powers = _search_auto_round(AUTO_ROUND_POWERS)  # Source: auto-round data_type/mxfp.py quant_mx_opt_rtn
+search_auto_round_percents = _search_auto_round(AUTO_ROUND_PERCENTS)  # Source: auto-round data_type/nvfp.py search_nvfp4_scale
 
 
-def scales_of(candidates: np.ndarray, amax: np.ndarray, search: Search) -> np.ndarray:
-    """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1 where that is 0."""
-    scales = candidates * SIXTH
-    if search.hessian is not None:
-        scales = _through_e4m3(scales, amax.reshape(()) * np.float32(448 / search.call.recipe.scale_max) * SIXTH)
-    return np.where(scales == 0, ONE, scales)
+def search_modelopt_sweep(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """The amax, of those that give an E4M3 scale, of least squared error. Source: Model-Optimizer nvfp4_fp8_scale_sweep."""
+    return least_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
 
 
-def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """E4M3 values of scales under 448 / top, 448 where top is at most 2^-24. Source: Model-Optimizer tensor_quant.py _fp8_eager."""
-    factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
-    codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
-    return decode(codes, E4M3) * (ONE / factor)
+SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
 
 
-# ---- losses -----------------------------------------------------------------------------------------------------------------
+@np.errstate(all="ignore")
+def search_matrix(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, hadamard: int | None, out: np.ndarray) -> None:
+    """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for quantize_matrix."""
+    tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
+    for rows, columns in tiles(x.shape, recipe.block):
+        tile = widen(x[rows, columns], recipe, hadamard)
+        blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
+        out[rows, blocks] = search(tile, block_amax(tile, recipe), tensor.cut(rows, blocks), recipe, x.dtype)
 
 
-def losses(x: np.ndarray, scale: np.float32, search: Search) -> np.ndarray:
-    """The loss of each block of float32 x (M, K) under one scale: float32 (ceil(M / block rows), K / 16)."""
-    r = search.call.recipe
-    runs = x.reshape(len(x), -1, r.block_size)
-    d = left_of(np.abs(runs), scale)
-    if search.hessian is not None:
-        rows = quadratic(np.where(runs >= 0, d, -d), search.hessian)
-    else:
-        rows = squared(d, None if search.weights is None else search.weights.reshape(-1, r.block_size))
-    total = rows[:: r.block_rows].copy()
-    for i in range(1, r.block_rows):
-        more = rows[i :: r.block_rows]
-        total[: len(more)] += more
-    return total
-
-
-def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
-    """a - q * scale, rounded once, of a >= 0: q the E2M1 value nearest to div.full.f32(a, scale), ties to even codes."""
-    q = decode(encode(np.fmin(divide_full(a, np.full_like(a, scale)), np.float32(6)), E2M1), E2M1)
-    return fma(-scale, q, a)
-
-
-def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """sum of d^2, or of weight * d^2, over the last axis: of four neighbours by fma, the second first, then folded."""
-    weighted = d if weights is None else weights * d
-    d, weighted = (part.reshape(*part.shape[:-1], -1, 4) for part in (d, weighted))
-    total = weighted[..., 1] * d[..., 1]
-    for i in (0, 2, 3):
-        total = fma(weighted[..., i], d[..., i], total)
-    return folded(total)
-
-
-def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """d^T H d over the last axis: d^T H by fma, then pairs, the second first, then folded."""
-    total = np.zeros_like(d)
-    for i in range(d.shape[-1]):
-        total = fma(d[..., i : i + 1], hessian[:, i, :], total)
-    pairs = d[..., 1::2] * total[..., 1::2]
-    return folded(fma(d[..., 0::2], total[..., 0::2], pairs))
-
-
-def folded(parts: np.ndarray) -> np.ndarray:
-    """Sums over the last axis, a power of two long, as threads exchange them: its halves are added until one is left."""
-    while parts.shape[-1] > 1:
-        half = parts.shape[-1] // 2
-        parts = parts[..., :half] + parts[..., half:]
-    return parts[..., 0]
+def searched(call: Call, amax: np.ndarray | None) -> Call:
+    """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the tensor."""
+    r = call.recipe
+    if not r.search or not call.x.size:
+        return call
+    x = stack(call.moved, r, is_per_expert(amax, r))
+    chosen = np.empty((*x.shape[:2], x.shape[2] // r.block_size), np.float32)
+    for i, matrix in enumerate(x):
+        search_matrix(matrix, r, part_of(amax, r, i, x.shape[:2]), call.mask, chosen[i])
+    return call._replace(block_amax=chosen.reshape(scale_shape(call.moved.shape, r)))

@@ -8,7 +8,7 @@ from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
 from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
 from fp4kit.cuda.engine.requantize import requantize
-from fp4kit.cuda.engine.search import search_scales
+from fp4kit.cuda.engine.search_scales import search_scales
 
 __all__ = [
     "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",

@@ -11,12 +11,14 @@ from fp4kit.call.parse import Call
 from fp4kit.cuda.clip import clip_gradient
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
+from fp4kit.cuda.engine.search_scales import searched
 from fp4kit.cuda.launch import Matrix, quantize_matrix
 from fp4kit.cuda.ways import way_of
 
 
 def fake_quantize(call: Call) -> Any:
     """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
+    call = searched(call)
     cupy, work = interop.cupy(), work_of(call, values=True)
     way_of(work), count(call, work, call.tensor_amax)  # declined before any work
     with interop.making_current(call.x.device.id):

@@ -9,6 +9,7 @@ from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
+from fp4kit.cuda.engine.search_scales import searched
 from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
 from fp4kit.cuda.ways import Work, find, way_of
 from fp4kit.quantized import Quantized
@@ -17,6 +18,7 @@ from fp4kit.reference.scaling import tensor_scale
 
 def quantize(call: Call) -> Quantized:
     """Codes and scales of call.moved, into call.out or a new Quantized. Columns are read where they lie, if a way takes them."""
+    asked, call = call, searched(call)
     work = work_of(call, columns=_is_columnwise(call))
     if find(work) is None:
         work = work_of(call)
@@ -25,7 +27,7 @@ def quantize(call: Call) -> Quantized:
         x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
         work = finding(call, work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
-        result = allocate(call, amax) if call.out is None else call.out
+        result = allocate(asked, amax) if call.out is None else call.out
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
         if call.out is not None and amax is not None:
             call.out.tensor_amax[...] = amax

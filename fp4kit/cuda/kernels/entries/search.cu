@@ -33,7 +33,7 @@ FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, i64 i, i6
   load_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + i * kSearched, block.a);
 #pragma unroll
   for (int j = 0; j < kSearched; ++j) block.a[j] = magnitude_of(block.a[j]);
-  if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.weights + i % blocks * kSearched, block.w);
+  if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + i % blocks * kSearched, block.w);
   return block;
 }
 

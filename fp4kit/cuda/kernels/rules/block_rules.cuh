@@ -18,6 +18,14 @@ struct by_code_or_zero {
   FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 
+// amax / max in the input type, as XLA on a CPU divides, by reciprocal or not; 1 below the root of the type's smallest normal.
+template <class R, class In, bool kByReciprocal>
+FP4KIT_DEVICE float qwix_scale(float amax) {
+  const float max = max_of<typename R::Element>();
+  const float scale = round_to<In>(kByReciprocal ? amax * round_to<In>(1.0f / max) : amax / max);
+  return scale < (In::kMantissaBits == 10 ? 0x1p-7f : 0x1p-63f) ? 1.0f : scale;
+}
+
 // No block scales: the tensor's own, in the direction in which it is applied.
 struct block_none : by_code {
   template <class R, class In>

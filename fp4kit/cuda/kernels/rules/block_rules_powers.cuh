@@ -166,11 +166,8 @@ struct block_e8m0_qwix : by_amax {
   static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    constexpr bool kFloat16 = In::kMantissaBits == 10;
-    const float max = max_of<typename R::Element>();
-    float scale = round_to<In>(kFloat16 ? amax * round_to<In>(1.0f / max) : amax / max);
+    const float scale = qwix_scale<R, In, In::kMantissaBits == 10>(amax);
     if (!is_finite(scale)) return 255u;
-    if (scale < (kFloat16 ? 0x1p-7f : 0x1p-63f)) scale = 1.0f;
     const float logarithm = round_to<In>(static_cast<float>(log(static_cast<double>(scale))));
     return clipped_exponent(ceilf(round_to<In>(logarithm / round_to<In>(0.69314718f))));
   }

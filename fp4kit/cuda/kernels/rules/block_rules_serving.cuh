@@ -60,10 +60,11 @@ struct block_quark_file : by_code {
 };
 
 // fouroversix's factor of a scale, static or not.
+template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
   if (!is_finite(t.decode)) return nan_value();
-  return scale == 0.0f ? 0.0f : is_finite(inverse) ? inverse : nan_value();
+  return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
 // A block's largest value at kTop: 0 is the element's own.
@@ -76,7 +77,7 @@ struct fouroversix_static : by_code {
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return fouroversix_factor(decode_scale<R>(code), t);
+    return fouroversix_factor<R>(decode_scale<R>(code), t);
   }
 };
 struct block_fouroversix : fouroversix_static<0> {};
@@ -86,9 +87,18 @@ struct block_qwix : by_code {
   static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float scale = round_to<In>(amax / max_of<typename R::Element>());
-    return encode_scale<R>(scale < 0x1p-63f ? 1.0f : scale);
+    return encode_scale<R>(qwix_scale<R, In, false>(amax));
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+};
+
+struct block_qwix_float16 : by_code {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(qwix_scale<R, In, true>(amax));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return round_to<In>(1.0f / decode_scale<R>(code)); }
 };

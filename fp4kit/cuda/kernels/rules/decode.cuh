@@ -35,6 +35,11 @@ struct decode_vllm_cuda : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * rcp_approx_ftz(t.encode); }
 };
+struct decode_auto_round : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return inverse(inverse(decode_scale<R>(code) * t.decode)); }
+  FP4KIT_DEVICE float inverse(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
+};
 struct decode_e8m0 : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return value_of_e8m0(code); }
@@ -70,6 +75,15 @@ struct decode_e8m0_gguf : decode_e8m0_unbounded {
 struct decode_e8m0_mlx : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+};
+struct decode_e8m0_float16 : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return round_to<Float16>(code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code)); }
+  FP4KIT_DEVICE float apply(float value, float scale) { return round_to<Float16>(value * scale); }
+  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
+    const float low = apply(Bfloat16::widen(values & 0xFFFFu), Bfloat16::widen(scales & 0xFFFFu));
+    return Bfloat16::narrow_pair(low, apply(Bfloat16::widen(values >> 16), Bfloat16::widen(scales >> 16)));
+  }
 };
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true;

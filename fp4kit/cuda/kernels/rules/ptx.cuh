@@ -178,3 +178,6 @@ FP4KIT_DEVICE u32 opaque(u32 x) {
 #endif
   return x;
 }
+
+// What memory holds is read again after this: loops would keep it in more registers than there are.
+FP4KIT_DEVICE void forget_memory() { asm volatile("" : : : "memory"); }

@@ -24,7 +24,7 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
 // What elements are multiplied with under a scale.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
-  if constexpr (R::kLaneSums) return fouroversix_factor(scale, t);
+  if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
   const float inverse = divide<R>(1.0f, multiply<R>(scale, t.decode));
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }

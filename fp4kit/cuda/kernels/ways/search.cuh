@@ -2,27 +2,29 @@
 //
 // Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
 //
-// Down. The largest element alone has a loss of d^2, d = amax - 6 scale, and a sum of floats that are not negative is no less than any of
-// them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
+// Down. The largest element alone has a loss of d^2 (times its weight), d = amax - 6 scale, and a sum of floats that are not negative is no
+// less than any of them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
 //
 // Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding is monotone,
 // L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose scales are above amax / 7. L(c)
-// exceeds L*(c) only where a quotient is so near to a tie that its own error decides. That error is under 1.5 * 2^-23 of the quotient; a tie
-// t between neighbours h apart then costs 2 h t * 1.5 * 2^-23 scale^2, h t <= 10; 16 of them and the rounding of sums under 16 scale^2
-// stay below slack(c) = 2^-13 scale^2 (times the largest weight). So L(2^j c) >= L*(c) >= L(c) - slack(c). The least L of all that were
-// looked at is that of the full search if L(c) - slack(c) is no less for the other c of first ... end - 1, and for twice the winner where
-// that is beyond: what is beyond comes later, and the first of equals wins. No square is lost while scales are in 2^-60 ... 2^50.
+// exceeds L*(c) only where a quotient is so near to a tie t, between neighbours h apart, that its own error decides: under 2^-22 of it, since
+// the approximate reciprocal is off by 2^-23 and the product rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is
+// 28 * 2^-22 of it, for t / h is at most 3.5. With what rounding adds, L*(c) >= kSure L(c). So the least L of all that were looked at is that
+// of the full search if kSure L(c) is no less for the other c of first ... end - 1, and if the same holds for twice the winner, or no element
+// of the winner is near a tie: what is beyond comes later, and the first of equals wins. No square is lost while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
 #include "loss.cuh"
 #include "memory.cuh"
 
+constexpr float kSure = 1.0f - 0x1p-16f;
+
 struct SearchArguments {
   const void* x;
-  const float *tensor_amax, *weights;  // weights: a float32 for each column
+  const float *tensor_amax, *of_columns;  // a weight for each column, or a Hessian for each 16
   float* block_amax;
-  u64* unproven;  // blocks that a warp searched in full are added; null if nobody asks
+  u64* unproven;  // blocks for which every candidate was tried are added; null if nobody asks
   i64 rows, columns, lower, upper;  // codes beside that of amax / 6 that are candidates: -126 ... 126 for all
 };
 
@@ -69,16 +71,27 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
   return {within(own + a.lower), within(own + a.upper)};
 }
 
+// The weight of the largest element, the least of equals; 1 without weights.
 template <bool kWeighted>
-FP4KIT_DEVICE float slack_of(const Searched<kWeighted>& block, float scale) {
-  float weight = 0x1p-13f;
+FP4KIT_DEVICE float weight_of_largest(const Searched<kWeighted>& block, float amax) {
+  float weight = kWeighted ? float_of(kInfinityBits) : 1.0f;
   if constexpr (kWeighted) {
-    float largest = block.w[0];
 #pragma unroll
-    for (int i = 1; i < kSearched; ++i) largest = fmaxf(largest, block.w[i]);
-    weight = largest * 0x1p-13f;
+    for (int i = 0; i < kSearched; ++i) weight = block.a[i] == amax ? fminf(weight, block.w[i]) : weight;
   }
-  return weight * scale * scale;
+  return weight;
+}
+
+// Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.
+template <bool kWeighted>
+FP4KIT_DEVICE bool is_near_tie(const Searched<kWeighted>& block, Candidate c) {
+  bool near = false;
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i) {
+    const float v = block.a[i] * c.reciprocal, half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
+    near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
+  }
+  return near;
 }
 
 // Whether the search of a block, amax > 0, is proven; best: its result.
@@ -86,28 +99,26 @@ template <bool kWeighted>
 FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Span span, const Candidates& shared, Best& best) {
   const u32 first = maximum(code_above(amax * shared.per_amax), span.low);
   const u32 end = minimum(first < 8u ? 16u : first + 8u, span.high + 1u);
-  float others = float_of(kInfinityBits), lowered = others;  // least loss less its slack: of all but the best; of the best
+  float second = float_of(kInfinityBits);
 #pragma unroll 1
   for (u32 code = first; code < end; ++code) {
-    const Candidate c = shared.of[code];
-    const float loss = loss_of<false>(block, c, 1.0f), less = loss - slack_of(block, c.scale);
-    const bool better = loss < best.loss;
-    others = fminf(others, better ? lowered : less);
-    if (better) best = {loss, code}, lowered = less;
+    const float loss = loss_of<false>(block, shared.of[code], 1.0f);
+    second = fminf(second, fmaxf(loss, best.loss));
+    if (loss < best.loss) best = {loss, code};
   }
-  const u32 above = best.code;
+  const Best above = best;
+  const float weight = weight_of_largest(block, amax);
 #pragma unroll 1
   for (u32 code = minimum(first, span.high + 1u) - 1u; code >= span.low; --code) {
     const Candidate c = shared.of[code];
     const float d = fma_rn(-6.0f, c.scale, amax);
-    if (d > 0.0f && d * d > best.loss) break;
+    if (d > 0.0f && weight * d * d > best.loss) break;
     const float loss = loss_of<true>(block, c, 1.0f);
     if (loss <= best.loss) best = {loss, code};
   }
-  if (best.code != above) return fminf(others, lowered) >= best.loss;
-  const u32 twice = above + minimum(above, 8u);
-  if (others < best.loss) return false;
+  if (best.code != above.code) return kSure * above.loss >= best.loss;
+  if (kSure * second < best.loss) return false;
+  const u32 twice = best.code + minimum(best.code, 8u);
   if (twice < end || twice > span.high) return true;
-  const Candidate c = shared.of[twice];
-  return loss_of<false>(block, c, 1.0f) - slack_of(block, c.scale) >= best.loss;
+  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= best.loss || !is_near_tie(block, shared.of[best.code]);
 }

@@ -17,14 +17,23 @@ NEAR = (-8, 8)  # codes beside that of the amax
 RUN = 16  # elements of a row of a block
 
 
-class Search(NamedTuple):
-    """A call, and what is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the
-    amax, both ends included, None for all."""
+class Terms(NamedTuple):
+    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax, both
+    ends included, None for all."""
 
-    call: Call
     weights: Any = None
     hessian: Any = None
     offsets: tuple[int, int] | None = None
+
+
+PLAIN = Terms()
+
+
+class Search(NamedTuple):
+    """A call, and what is searched."""
+
+    call: Call
+    terms: Terms = PLAIN
 
 
 def search_call(
@@ -42,7 +51,7 @@ def search_call(
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, *found, offsets)
+    return Search(call, Terms(*found, offsets))
 
 
 def check_searched(op: str, r: Recipe) -> None:
@@ -55,7 +64,8 @@ def check_searched(op: str, r: Recipe) -> None:
 
 def is_searched(r: Recipe) -> bool:
     """Whether the block amaxes of a recipe can be searched."""
-    return r.static and not r.fake_only and r.element == E2M1 and r.scale == E4M3 and r.block is not None and r.block_size == RUN
+    given = (r.static and not r.fake_only) or r.search == "modelopt_sweep"
+    return given and r.element == E2M1 and r.scale == E4M3 and r.block is not None and r.block_size == RUN
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:

@@ -1,0 +1,123 @@
+// The pruned search of a block's scale by d^T H d, one row a thread, the 16 columns of a thread block and their Hessian in common.
+//
+// Let W(c) = sum of h_ii d_i^2 and D the diagonal of H. Where H - mu D has no negative eigenvalue, the loss is at least mu W(c); in float32 it
+// is off by under 2^-15 W(c), for |h_ij| <= sqrt(h_ii h_jj) and so the sum of |d_i h_ij d_j| is at most 16 W(c). So a candidate with
+// sure W(c) > L of another loses, sure = mu - 2^-12, which covers that and the error of finding mu. And W is a squared loss with weights,
+// for which search.cuh says: below an amax of 7 scales W*(2 scale) >= W*(scale), and W* >= kSure W; above 6 scales the largest
+// element alone keeps W up. So beside one candidate the search goes up until all codes of a span whose doubles come next lost, and down
+// until the largest element decides.
+#pragma once
+
+#include "search.cuh"
+
+struct Hessian {
+  alignas(16) float of[kSearched][kSearched];
+};
+
+// The candidate of a code, whose scale went through E4M3 under the tensor's scale.
+template <class R>
+FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
+  const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
+  const float within = fminf(fmaxf(candidate_amax<R>(code, amax) * (1.0f / 6.0f) * factor, -448.0f), 448.0f);
+  const u32 stored = encode<typename R::Scale, Rounding::rn, Sign::signbit, 127u>(within);
+  const float scale = decode<typename R::Scale>(stored) * (1.0f / factor), safe = scale == 0.0f ? 1.0f : scale;
+  return {safe, rcp_approx_ftz(safe * moved_by(safe))};
+}
+
+// The largest of 31/32, 30/32, ... 1/32 for which H - mu D has no negative eigenvalue, 0 if none: a thread tries one, by elimination.
+FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
+  float a[kSearched][kSearched];
+  for (int i = 0; i < kSearched; ++i)
+    for (int j = 0; j <= i; ++j) a[i][j] = i == j ? (1.0f - mu) * h.of[i][i] : 0.5f * (h.of[i][j] + h.of[j][i]);
+  for (int k = 0; k < kSearched; ++k) {
+    const float pivot = a[k][k];
+    const bool is_none = h.of[k][k] == 0.0f;
+    if (!is_none && !(pivot > 0x1p-10f * h.of[k][k] && pivot < 0x1p100f)) return false;
+    for (int i = k + 1; i < kSearched; ++i) {
+      if (is_none && a[i][k] != 0.0f) return false;
+      const float part = is_none ? 0.0f : a[i][k] / pivot;
+      for (int j = k + 1; j <= i; ++j) a[i][j] -= part * a[j][k];
+    }
+  }
+  return true;
+}
+
+// d_i of a row's 16 elements under a candidate, with the signs of the elements.
+template <bool kAny>
+FP4KIT_DEVICE void left_of_row(const float (&x)[kSearched], Candidate c, float moved, float (&d)[kSearched]) {
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i) {
+    const float left = left_of<kAny>(magnitude_of(x[i]), c, moved);
+    d[i] = x[i] >= 0.0f ? left : -left;
+  }
+}
+
+// d^T H d, as Triton adds it: d^T H by fma, pairs of columns, the second first, then halves onto halves.
+FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearched], const Hessian& h) {
+  float sums[kSearched] = {};
+  forget_memory();
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSearched; ++j) sums[j] = fma_rn(d[i], h.of[i][j], sums[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < kSearched; j += 2) sums[j / 2] = fma_rn(d[j], sums[j], d[j + 1] * sums[j + 1]);
+#pragma unroll
+  for (int half = kSearched / 4; half > 0; half /= 2) {
+#pragma unroll
+    for (int j = 0; j < half; ++j) sums[j] = sums[j] + sums[j + half];
+  }
+  return sums[0];
+}
+
+// sum of h_ii d_i^2, in any order.
+FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearched], const Hessian& h) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i) sum = fma_rn(d[i] * d[i], h.of[i][i], sum);
+  return sum;
+}
+
+// The first code of least loss of a row's block, amax > 0. sure: see above, 0 where every candidate must be tried.
+FP4KIT_DEVICE Best search_by_hessian(
+    const float (&x)[kSearched], float amax, Span span, const Candidates& shared, const Hessian& h, float sure) {
+  Best best = {float_of(kInfinityBits), span.low};
+  float d[kSearched];
+  if (!(sure > 0.0f)) {
+#pragma unroll 1
+    for (u32 code = span.low; code <= span.high; ++code) {
+      const Candidate c = shared.of[code];
+      left_of_row<true>(x, c, moved_by(c.scale), d);
+      const float loss = quadratic_loss(d, h);
+      if (loss < best.loss) best = {loss, code};
+    }
+    return best;
+  }
+  const u32 first = minimum(maximum(code_above(amax * shared.per_amax), span.low), span.high + 1u);
+  u32 lost = 0u;  // codes in a row
+#pragma unroll 1
+  for (u32 code = first; code <= span.high && (lost < 8u || code < 16u); ++code) {
+    left_of_row<false>(x, shared.of[code], 1.0f, d);
+    const bool loses = sure * diagonal_loss(d, h) > best.loss;
+    lost = loses ? lost + 1u : 0u;
+    if (loses) continue;
+    const float loss = quadratic_loss(d, h);
+    if (loss < best.loss) best = {loss, code};
+  }
+  float largest = 0.0f;  // least weight of an element that is the largest
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i)
+    largest = magnitude_of(x[i]) == amax ? (largest == 0.0f ? h.of[i][i] : fminf(largest, h.of[i][i])) : largest;
+#pragma unroll 1
+  for (u32 code = first - 1u; code >= span.low; --code) {
+    const Candidate c = shared.of[code];
+    const float alone = fma_rn(-6.0f, c.scale, amax);
+    if (alone > 0.0f && sure * largest * alone * alone > best.loss) break;
+    left_of_row<true>(x, c, 1.0f, d);
+    if (sure * diagonal_loss(d, h) > best.loss) continue;
+    const float loss = quadratic_loss(d, h);
+    if (loss <= best.loss) best = {loss, code};
+  }
+  return best;
+}

@@ -1,0 +1,245 @@
+"""Searched scales: a block takes the candidate amax of least error, in the producer's order of candidates and of sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from inputs import BF16, extreme, nonfinite, ordinary
+
+import fp4kit
+from fp4kit.call.parse import Declined
+from fp4kit.cuda.ways import Work, find, way_of
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E2M1
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.engine import compute_tensor_amax
+from fp4kit.reference.search import SEARCHES, least_by_block, search_matrix
+from fp4kit.reference.sums import sum_lanes
+
+NAMES = [name for name, r in RECIPES.items() if r.search]
+FACTORED = [name for name in NAMES if RECIPES[name].search.startswith("auto_round")]  # whose candidates are multiples of the amax
+NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"
+F32 = np.dtype(np.float32)
+
+
+def chosen(x, name, amax=None):
+    """Block amaxes that the search chooses."""
+    r = RECIPES[name]
+    out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
+    search_matrix(x, r, compute_tensor_amax(x, r) if amax is None else amax, None, out)
+    return out
+
+
+def sum_of(terms):
+    """Float32 terms of 16 or 32 elements as PyTorch adds them on a CPU: eight lanes of up to four partial sums."""
+    vectors = terms.reshape(-1, 8)
+    whole = len(vectors) // 4 * 4
+    partial = [np.zeros(8, np.float32) for _ in range(4)]
+    for i, vector in enumerate(vectors):
+        partial[i % 4 if i < whole else 0] += vector
+    total = np.float32(0)
+    for lane in ((partial[0] + partial[1]) + partial[2]) + partial[3]:
+        total += lane
+    return total
+
+
+def tried(x, factor, name, encode_scale):
+    """Values of one block whose amax counts as amax * factor, from auto-round's formulas in float32."""
+    amax, one = np.max(np.abs(x)) * np.float32(factor), np.float32(1)
+    if name == MXFP4:
+        exponent = np.floor(np.log2(amax.astype(np.float64)).astype(np.float32)) - 2 if amax else np.float32(-1)
+        scale = np.float32(2.0 ** np.clip(exponent, -127, 127))
+        return nearest(np.clip(x / scale, -6, 6)) * scale
+    code = np.minimum(encode_scale * (amax * (one / np.float32(6))), np.float32(448))
+    scale = fp4kit.formats.E4M3.values[fp4kit.reference.codec.encode(code, fp4kit.formats.E4M3)]
+    inverse = scale * (one / encode_scale) if encode_scale else np.float32(0)
+    output = one / inverse if inverse else np.float32(0)
+    return nearest(np.clip(x * output, -6, 6)) * (one / output if output else np.float32(0))
+
+
+def nearest(y):
+    return E2M1.values[fp4kit.reference.codec.encode(y, E2M1, "rns" if y.size == 32 else "rn")]
+
+
+FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n != 100)]}
+
+
+@pytest.mark.parametrize("name", FACTORED)
+@pytest.mark.parametrize("x", [ordinary(7, (12, 64)), ordinary(8, (12, 64), BF16), extreme()[::12, :64]], ids=range(3))
+def test_it_is_the_first_of_the_least_errors(name, x):
+    """One block at a time, one candidate after the other."""
+    q = fp4kit.quantize(x, name)
+    found = chosen(x, name)
+    scale = np.float32(0) if q.tensor_amax is None or not q.tensor_amax else np.float32(1) / q.tensor_amax * np.float32(2688)
+    size = RECIPES[name].block_size
+    other = 0
+    with np.errstate(all="ignore"):
+        for i, block in enumerate(x.astype(np.float32).reshape(-1, size)):
+            errors = [sum_of((tried(block, f, name, scale) - block) ** 2) for f in FACTORS[name]]
+            best = FACTORS[name][min(range(len(errors)), key=lambda n: (errors[n], n))]
+            assert found.reshape(-1)[i] == np.max(np.abs(block)) * np.float32(best), (i, best)
+            other += best != 1
+    assert other > 0 or x.min() < -1e30  # a tensor scale for values so large makes the other blocks zeros
+
+
+def test_of_equal_errors_the_first_candidate_stays():
+    """2 and 1 hold a block of ones exactly: the scales of amax * 1 and of amax * 2; 0.5 does, too."""
+    x = np.ones((1, 32), np.float32)
+    assert chosen(x, MXFP4).item() == 1.0
+    x[0, :2] = 6, 0.5  # only amax * 1 holds both
+    assert chosen(x, MXFP4).item() == 6.0
+    x[0], x[0, 0] = 0.25, 4  # half the scale loses 1 of the 4, the scale itself all the others
+    assert chosen(x, MXFP4).item() == 2.0
+    x[0], x[0, 0] = 0, 7.5  # twice the scale holds 8, the scale itself 6
+    assert chosen(x, MXFP4).item() == 15.0
+
+
+def test_least_by_block_keeps_the_first_where_errors_are_equal_or_nan():
+    candidates = [np.float32([1, 1, 1]), np.float32([2, 2, 2]), np.float32([3, 3, 3])]
+    errors = iter([np.float32([5, np.nan, 2]), np.float32([5, 1, 3]), np.float32([4, 0, 2])])
+    assert least_by_block(candidates, lambda _: next(errors)).tolist() == [3, 1, 1]
+
+
+def test_sums_are_those_of_lanes():
+    terms = np.random.default_rng(0).standard_normal((50, 3, 32)).astype(np.float32) ** 2
+    for size in (16, 32):
+        expected = np.float32([[sum_of(block) for block in row] for row in terms[..., :size]])
+        assert_same_bits(sum_lanes(terms[..., :size]), expected)
+        assert (expected != terms[..., :size].sum(axis=-1)).any()
+
+
+def test_it_is_the_static_recipe_with_the_chosen_amaxes():
+    x = ordinary(1)
+    static = replace(RECIPES[NVFP4], search="", static=True)
+    expected = fp4kit.quantize(x, static, block_amax=chosen(x, NVFP4))
+    found = fp4kit.quantize(x, NVFP4)
+    for part in ("packed", "block_scale", "tensor_scale"):
+        assert_same_bits(getattr(found, part), getattr(expected, part))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_errors_are_at_most_those_without_it(name):
+    x = ordinary(2)
+    error = [
+        np.sum((fp4kit.fake_quantize(x, r) - x).astype(np.float64) ** 2)
+        for r in (name, replace(RECIPES[name], search=""))
+    ]  # fmt: skip
+    assert error[0] < 0.95 * error[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make", [ordinary, extreme, nonfinite])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
+def test_both_engines(name, make, dtype, both_ways):
+    with np.errstate(all="ignore"):
+        x = make().astype(dtype)
+    both_ways(lambda: fp4kit.quantize(x, name))
+    both_ways(lambda: fp4kit.quantize(x, name, axis=0))
+    both_ways(lambda: fp4kit.fake_quantize(x, name))
+    assert_same_bits(fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name)))
+
+
+@pytest.fixture
+def both_ways():
+    def check(call):
+        with fp4kit.specification():
+            expected = call()
+        for _ in range(2):  # what is repeated may be prepared
+            assert_same_bits(call(), expected)
+
+    return check
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_axes_stacks_and_experts(name):
+    x = ordinary(4, (2, 3, 64, 64))
+    whole = fp4kit.quantize(x, name)
+    amax = whole.tensor_amax
+    for i in np.ndindex(2, 3):
+        assert_same_bits(fp4kit.quantize(x[i], name, tensor_amax=amax).packed, whole.packed[i])
+    turned = fp4kit.quantize(x.swapaxes(-1, -2), name, axis=-2)
+    assert_same_bits(turned.packed, whole.packed)
+    assert fp4kit.quantize(x[:0], name).packed.shape == (0, 3, 64, 32)
+    if amax is not None:
+        each = fp4kit.quantize(x, name, tensor_amax=np.float32([4, 9]))
+        assert_same_bits(each.packed[1], fp4kit.quantize(x[1], name, tensor_amax=9).packed)
+    grouped = fp4kit.quantize_grouped([x[0], x[1, :1]], name)
+    assert_same_bits(grouped[0], fp4kit.quantize(x[0], name))
+
+
+def test_a_given_amax_is_that_of_the_search():
+    x = ordinary(5)
+    amax = np.float32(2 * np.abs(x).max())
+    q = fp4kit.quantize(x, NVFP4, tensor_amax=amax)
+    static = replace(RECIPES[NVFP4], search="", static=True)
+    expected = fp4kit.quantize(x, static, tensor_amax=amax, block_amax=chosen(x, NVFP4, amax))
+    assert_same_bits(q.block_scale, expected.block_scale)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_options(name):
+    """The search rounds to nearest; a transform is searched after."""
+    x = ordinary(6)
+    q = fp4kit.quantize(x, name)
+    random = fp4kit.quantize(x, name, rounding="stochastic", seed=1)
+    assert_same_bits(random.block_scale, q.block_scale)
+    assert (random.packed != q.packed).any()
+    transformed = fp4kit.reference.hadamard.hadamard_blocks(x, 0)
+    assert_same_bits(fp4kit.quantize(x, name, hadamard="no_signs").packed, fp4kit.quantize(transformed, name).packed)
+    row, column = fp4kit.quantize_both(x, name)
+    assert_same_bits(row, q)
+    assert_same_bits(column, fp4kit.quantize(x, name, axis=0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_given_scales_are_not_searched(name):
+    x = ordinary(8)
+    q = fp4kit.quantize(x, name)
+    given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}
+    assert_same_bits(fp4kit.quantize(x, name, **given).packed, q.packed)
+    plain = fp4kit.quantize(x, replace(RECIPES[name], search=""))
+    assert (plain.block_scale != q.block_scale).mean() > 0.05
+    given["block_scale"] = plain.block_scale
+    assert_same_bits(fp4kit.quantize(x, name, **given).packed, plain.packed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_amax_is_the_largest_magnitude(name):
+    x = ordinary(9)
+    expected = np.abs(x).reshape(len(x), -1, RECIPES[name].block_size).max(axis=-1)
+    assert_same_bits(fp4kit.amax(x, name), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_refused(name):
+    x, out = ordinary(), np.zeros((128, 64), np.uint8)
+    amax = fp4kit.amax(x, name)
+    with pytest.raises(ValueError, match=f"quantize: block_amax was given, but {name} takes it from x; leave it out"):
+        fp4kit.quantize(x, name, block_amax=amax)
+    with pytest.raises(ValueError, match=f"partial_cast: {name} chooses between scales by whole blocks; use quantize"):
+        fp4kit.partial_cast(x.reshape(-1), out, amax, x.shape, 0, name)
+    assert_same_bits(fp4kit.partial_amax(x.reshape(-1), x.shape, 0, name), amax)
+
+
+@pytest.mark.parametrize("name", FACTORED)
+def test_no_kernel_searches(name):
+    message = f"{name} has search='auto_round_.*', which no CUDA kernel has; needs ''; compute on the CPU with cupy.asnumpy"
+    for work in (Work(RECIPES[name], F32, (32, 64)), Work(RECIPES[name], F32, (32, 64), columns=True)):
+        assert find(work) is None
+        with pytest.raises(Declined, match=message):
+            way_of(work)
+    assert find(Work(RECIPES[name], F32, (32, 64), scaled=True)) is not None
+
+
+def test_every_search_is_one_of_a_recipe():
+    assert {r.search for r in RECIPES.values()} == {"", *SEARCHES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identify_finds_it(name):
+    x = ordinary(10, (64, 256))
+    assert fp4kit.identify(fp4kit.quantize(x, name), x).exact == (name,)
+    others = fp4kit.identify(fp4kit.quantize(x, name.removesuffix("-opt").replace("-mse", "-static")), x).exact
+    assert name not in others and others
