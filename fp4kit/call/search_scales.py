@@ -57,15 +57,10 @@ def search_call(
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    if not is_searched(r):
+    given = r.static or r.search == "modelopt_sweep"
+    if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
         raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
                          "such as nvfp4-modelopt-static")  # fmt: skip
-
-
-def is_searched(r: Recipe) -> bool:
-    """Whether the block amaxes of a recipe can be searched."""
-    given = (r.static and not r.fake_only) or r.search == "modelopt_sweep"
-    return given and r.element == E2M1 and r.scale == E4M3 and r.block is not None and r.block_size == RUN
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:

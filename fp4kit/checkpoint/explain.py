@@ -10,7 +10,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.accounts import Account, Case, Layout, Tally, count, own_amax
 from fp4kit.checkpoint.mishaps import StoredLayer, code_orders
 from fp4kit.checkpoint.permutations import permuted_blocks, permuted_rows, permuted_scales
-from fp4kit.checkpoint.scale_accounts import scale_account
+from fp4kit.checkpoint.scale_accounts import under_stored_scales
 from fp4kit.checkpoint.trials import Trial, first_whole, layouts_of, orders_by_sign, sample_of, try_layout
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
@@ -23,8 +23,7 @@ from fp4kit.recipes import Recipe
 class Explanation:
     """What made the bytes of a layer.
 
-    recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them. An id "with
-        scales searched by mse" where the scales are those.
+    recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them.
     mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
     codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of both in all.
     blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. sentence: all this for people.
@@ -104,13 +103,13 @@ def _searched(case: Case, layouts: list[Layout]) -> Explanation:
 
 
 def _by_scales(case: Case, plain: Layout) -> Explanation | None:
-    """Scales that are not those of the amax of their blocks: searched by a known rule, which explains all, or by none."""
-    found = scale_account(case, plain)
-    if found is None:
+    """Scales of no known rule over codes that are right under them: searched otherwise, or calibrated."""
+    found = under_stored_scales(case, plain)
+    if not found:
         return None
-    counts = found.tally.codes, found.tally.scales, found.tally.total
-    names = found.names if found.scales else ()
-    return Explanation(names[0] if names else None, None, *counts, found.sentence, names)
+    whose = either(tuple(name_of(r) for r in found[:3]))
+    text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"
+    return Explanation(None, None, case.layer.codes.size, 0, _all_bytes(case).total, text)
 
 
 def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:

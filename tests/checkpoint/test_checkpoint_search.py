@@ -138,7 +138,7 @@ def test_the_command(model, tmp_path: Path, run: Run) -> None:
     code, text, _ = run("verify", tmp_path / "d", "--source", source)
     assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by mse makes of the source" in text
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
-    assert (code, text) == (0, f"{RECIPE} with scales searched by mse made 5 layers\n")
+    assert (code, text) == (0, "nvfp4-modelopt-mse made 5 layers\n")
 
 
 def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
@@ -208,6 +208,13 @@ def test_verify_of_a_changed_scale(model, tmp_path: Path) -> None:
     assert issues == [(f"bytes of block scales that differ from {made}", 1)]
 
 
+def test_the_recipe_that_searches_writes_the_same(model, tmp_path: Path) -> None:
+    searched(model[0], tmp_path / "a")
+    convert(model[0], tmp_path / "b", "nvfp4-modelopt-mse")
+    assert compare_checkpoints(tmp_path / "a", tmp_path / "b").tensors == ()
+    assert verify(tmp_path / "b", model[0]).clean
+
+
 def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) -> None:
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
@@ -226,6 +233,7 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
     [
         ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched; needs a static recipe"),
         ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched; needs a static recipe"),
+        ({"recipe_id": "nvfp4-modelopt-mse"}, f"nvfp4-modelopt-mse searches by itself; leave it out, or use {RECIPE}"),
         ({"format": "bf16"}, "scale search: bf16 is not written with it; use --format modelopt or compressed-tensors"),
         ({"nonfinite": "keep"}, "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"),
     ],
