@@ -123,3 +123,8 @@ def test_recipe_equals_its_two_steps() -> None:
     assert (amax == fp4kit.search_scales(x, STATIC)).all()
     one, two = fp4kit.quantize(x, MSE), fp4kit.quantize(x, STATIC, block_amax=amax)
     assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()
+
+
+def test_other_objectives_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel searches by another objective than 'mse'; "):
+        fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="mae")

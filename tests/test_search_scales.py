@@ -29,12 +29,13 @@ def nearest(a: np.ndarray) -> np.ndarray:
     return values[np.abs(a[..., None] - values).argmin(axis=-1)]
 
 
-def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0) -> np.ndarray:
+def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: float = 2) -> np.ndarray:
     """float64 (126, M, K / 16): the error of each block under each scale, by the formula."""
     wide, every = np.abs(np.float64(x)), []
     for scale in SCALES * (amax / scale_max / 6):
-        squares = weights * (wide - nearest(wide / scale) * scale) ** 2
-        every.append(squares.reshape(len(x), -1, 16).sum(axis=-1))
+        d = np.abs(wide - nearest(wide / scale) * scale)
+        terms = (weights * d ** (1 if power == np.inf else power)).reshape(len(x), -1, 16)
+        every.append(terms.max(axis=-1) if power == np.inf else terms.sum(axis=-1))
     return np.stack(every)
 
 
@@ -68,6 +69,33 @@ def test_weights_are_in_the_loss() -> None:
     found = fp4kit.search_scales(x, STATIC, weights=weights)
     assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448))
     assert (found != fp4kit.search_scales(x, STATIC)).any()
+
+
+@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf), ("p2.4", 2.4), ("p1.5", 1.5), ("p16", 16)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_objectives(objective, power, weighted) -> None:
+    x, weights = some(16), np.random.default_rng(1).random(64, np.float32) if weighted else None
+    amax = float(np.abs(x).max())
+    found = fp4kit.search_scales(x, STATIC, objective=objective, weights=weights)
+    every = losses(x, amax, 448, 1.0 if weights is None else np.float64(weights), power)
+    assert_least(every, code_of(found, amax, 448), 1e-5)
+    assert (found != fp4kit.search_scales(x, STATIC, weights=weights)).any()
+
+
+@pytest.mark.parametrize(("one", "other"), [("p2", "mse"), ("p2.0", "mse"), ("p1", "mae")])
+def test_objectives_of_two_names(one, other) -> None:
+    found = [fp4kit.search_scales(some(8), STATIC, objective=name).tobytes() for name in (one, other)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf)])
+def test_objectives_of_square_blocks(objective, power) -> None:
+    x = some(16)
+    amax = float(np.abs(x).max())
+    every = losses(x, amax, 448, power=power)
+    whole = every.max(axis=1, keepdims=True) if power == np.inf else every.sum(axis=1, keepdims=True)
+    found = fp4kit.search_scales(x, SQUARE, objective=objective)
+    assert_least(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
 
 
 def test_weights_of_ones_are_none() -> None:
@@ -197,7 +225,16 @@ def hessian(**at: float) -> np.ndarray:
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static"
 CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes beside that of the amax"
+OBJECTIVES = "needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16, such as 'p2.4'"
 ERRORS = {
+    "an unknown objective": ({"objective": "rmse"}, ValueError, f"objective is 'rmse'; {OBJECTIVES}"),
+    "a power below 1": ({"objective": "p0.5"}, ValueError, f"objective is 'p0.5'; {OBJECTIVES}"),
+    "a power that is no number": ({"objective": "p2.x"}, ValueError, f"objective is 'p2.x'; {OBJECTIVES}"),
+    "a number as objective": ({"objective": 2}, ValueError, f"objective is 2; {OBJECTIVES}"),
+    "an objective beside a Hessian": (
+        {"objective": "mae", "hessian": EYES}, ValueError,
+        "objective is 'mae' beside a hessian, whose loss is of squares; needs 'mse', or weights",
+    ),
     "negative weights": ({"weights": weighted(-1, 2, -3)}, ValueError, f"weights holds 2 value(s) of 64 {BAD_WEIGHTS}"),
     "NaN weights": ({"weights": weighted(NAN)}, ValueError, f"weights holds 1 value(s) of 64 {BAD_WEIGHTS}"),
     "infinite weights": ({"weights": weighted(INF, 0, INF, -INF)}, ValueError, f"weights holds 3 value(s) of 64 {BAD_WEIGHTS}"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +16,20 @@ from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
 RUN = 16  # elements of a row of a block
+POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
+HIGHEST = 16  # of powers: float32 sums of higher ones leave its range
+_POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax, both
-    ends included, None for all."""
+    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax,
+    both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the largest.
+    """
 
     weights: Any = None
     hessian: Any = None
     offsets: tuple[int, int] | None = None
+    power: float = 2.0
 
 
 PLAIN = Terms()
@@ -37,11 +43,22 @@ class Search(NamedTuple):
 
 
 def search_call(
-    op: str, x: Any, recipe: str | Recipe, axis: int, *, tensor_amax: Any, weights: Any, hessian: Any, candidates: Any
+    op: str,
+    x: Any,
+    recipe: str | Recipe,
+    axis: int,
+    *,
+    objective: Any,
+    tensor_amax: Any,
+    weights: Any,
+    hessian: Any,
+    candidates: Any,
 ) -> Search:
     """A call that finds block amaxes."""
     check_searched(op, recipe_of(op, recipe))
-    offsets = _offsets(op, candidates)
+    offsets, power = _offsets(op, candidates), power_of(op, objective)
+    if hessian is not None and power != 2:
+        raise ValueError(f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights")
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, given["tensor_amax"], None)
     if weights is not None and hessian is not None:
@@ -51,7 +68,18 @@ def search_call(
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, Terms(*found, offsets))
+    return Search(call, Terms(*found, offsets, power))
+
+
+def power_of(op: str, objective: Any) -> float:
+    """The power of differences that a loss adds: "mse", "mae", "max", or "p" and a number of at least 1."""
+    if isinstance(objective, str):
+        if objective in POWERS:
+            return POWERS[objective]
+        if _POWER.fullmatch(objective) and 1 <= float(objective[1:]) <= HIGHEST:
+            return float(objective[1:])
+    needed = f"'mse', 'mae', 'max', or 'p' and a number from 1 to {HIGHEST}, such as 'p2.4'"
+    raise ValueError(f"{op}: objective is {objective!r:.60}; needs {needed}")
 
 
 def check_searched(op: str, r: Recipe) -> None:

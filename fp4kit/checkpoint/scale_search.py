@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.call.search_scales import check_searched
+from fp4kit.call.search_scales import check_searched, power_of
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.checkpoint.job import SEARCHED
 from fp4kit.checkpoint.manifest import file_digest
@@ -20,7 +20,6 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
-OBJECTIVES = ("mse",)
 RECIPE = "nvfp4-modelopt-static"  # whose scales may be any, and that by the amax of a block are those of nvfp4-modelopt
 _FORMATS = ("modelopt", "compressed-tensors")
 Layer = tuple[str, Weight]  # the module that is written, and what it is made of
@@ -76,14 +75,16 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """How scales are searched. objective: the error, one of OBJECTIVES. columns: its weights, None for none."""
+    """How scales are searched. objective: the error, as of search_scales. columns: its weights, None for none."""
 
     objective: str = "mse"
     columns: ColumnWeights | None = None
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise CheckpointError(f"scale search {self.objective!r}: unknown; use one of {', '.join(OBJECTIVES)}")
+        try:
+            power_of("scale search", self.objective)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
     @classmethod
     def of(cls, objective: str | None, columns: str | Path | None = None) -> ScaleSearch | None:
@@ -140,9 +141,13 @@ def recorded_search(
     if given is not None:
         known = given.columns is not None and facts.get("sha256") not in (None, given.columns.sha256)
         return given, False, ["the column weights are not those that it was made with"] * known
-    if facts["objective"] in OBJECTIVES:
-        return ScaleSearch(facts["objective"]), weighted, []
-    return None, weighted, [f"its search of scales is not known here: {shown(facts['objective'])}"] * bool(facts["objective"])
+    objective = facts.get("objective")
+    if not objective:
+        return None, False, []
+    try:
+        return ScaleSearch(objective), weighted, []
+    except CheckpointError:
+        return None, weighted, [f"its search of scales is not known here: {shown(str(objective))}"]
 
 
 def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:

@@ -60,8 +60,8 @@ def register(subparsers: Any) -> None:
 
 def add_scale_search(parser: Any) -> None:
     """Add the options that say how block scales are searched."""
-    text = "take the block scales of least error (mean of squares) instead of those of the amax; NVFP4 alone"
-    parser.add_argument("--scale-search", choices=scale_search.OBJECTIVES, help=text)
+    text = "take the block scales of least error instead of those of the amax: mse, mae, max or a p-norm (p2.4); NVFP4 alone"
+    parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = "weights of that error: a safetensors file with a float32 vector for each layer, by the name of its weight or module"
     parser.add_argument("--column-weights", metavar="FILE", help=text)
 

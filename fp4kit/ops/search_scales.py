@@ -16,6 +16,7 @@ def search_scales(
     x: Any,
     recipe: str | Recipe,
     *,
+    objective: str = "mse",
     tensor_amax: Any = None,
     weights: Any = None,
     hessian: Any = None,
@@ -35,6 +36,8 @@ def search_scales(
     recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6; or
         nvfp4-modelopt-mse, which quantizes under the same amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block,
         where a variant has these, is that of all its rows.
+    objective: "mse", as above; "mae": sum of weight * |x - q * scale(c)|; "max": the largest of these; "p2.4", or another number
+        from 1 to 16: sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae", "p2" is "mse".
     tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
     weights: float32 (K,), finite and >= 0, one for each place along `axis`, such as the mean square of the activation that it
         meets; 0: this column does not matter. None: all 1, with the same result as ones.
@@ -45,18 +48,20 @@ def search_scales(
 
     Returns float32 (..., M, K/16), `axis` last, as the linear block_scale of quantize has it: quantize(x, recipe, axis=axis,
         tensor_amax=amax, block_amax=found) makes of it the scales, whose codes are those of c, in every normal range of amax.
-    Raises TypeError for another dtype; ValueError for a recipe that is none of those, a length that is no multiple of 16, weights
-        or a Hessian of another shape, with NaN, infinite or (weights) negative values, a Hessian that is not symmetric within
-        1e-5 of its largest value, both at once, other candidates; NotImplementedError for what has no CUDA kernel (16x16 blocks).
+    Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a recipe that is
+        none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or (weights)
+        negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other candidates;
+        NotImplementedError for what has no CUDA kernel: 16x16 blocks, objectives other than "mse".
         Weights and Hessians on a GPU are not looked at, since that would wait.
     Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's approximate
         division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to even
         codes; above 6 it is 6. Losses that are equal after rounding count as equal: the least c wins. A scale(c) that underflows
         to 0 counts as 1. A block with NaN or infinity, or whose losses all overflow, has no least one and takes the first
-        candidate. Of a tensor of zeros all amaxes are 0; -0 is 0.
+        candidate. Of a tensor of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are NumPy's of float64, rounded to
+        float32: where that is computed otherwise, a loss may differ in its last bit.
     Exact: the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a Hessian. Weights,
-        "near" and scale_max 256 follow the same arithmetic; the source has none of them there.
-    Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; fp4kit.reference.search_scales says it in NumPy.
+        "near", scale_max 256 and other objectives follow the same arithmetic; the source has none of them there.
+    Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; in NumPy: fp4kit.reference.search_scales.
 
     >>> import fp4kit, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
@@ -66,6 +71,7 @@ def search_scales(
     [20.4, 21.8]
     """
     search = search_call(
-        "search_scales", x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian, candidates=candidates
-    )
+        "search_scales", x, recipe, axis, objective=objective, tensor_amax=tensor_amax, weights=weights, hessian=hessian,
+        candidates=candidates,
+    )  # fmt: skip
     return run("search_scales", "search_scales", search.call.x, search)

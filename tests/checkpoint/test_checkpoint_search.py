@@ -106,6 +106,17 @@ def test_a_layer_of_zeros_has_nothing_to_search(tmp_path: Path) -> None:
     assert verify(tmp_path / "d", source).clean
 
 
+def test_another_objective(model, tmp_path: Path, run: Run) -> None:
+    source, tensors = model
+    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mae", "--format", "modelopt")
+    assert code == 0 and "scales searched by mae: SQNR" in text
+    x = tensors[DENSE].astype(np.float32)
+    q = fp4kit.quantize(x, RECIPE, block_amax=fp4kit.search_scales(x, RECIPE, objective="mae"))
+    assert oracle.arrays(oracle.load(tmp_path / "d"))[f"{DENSE}_scale"].tobytes() == q.block_scale.tobytes()
+    report = verify(tmp_path / "d", source)
+    assert report.clean and report.scales == "searched by mae"
+
+
 # ---- what is said of it -----------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +261,8 @@ def test_nothing_to_search(model, tmp_path: Path) -> None:
 
 
 def test_unknown_objectives_and_files(tmp_path: Path) -> None:
-    with refused("scale search 'max': unknown; use one of mse"):
-        ScaleSearch.of("max")
+    with refused("scale search: objective is 'rmse'; needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16"):
+        ScaleSearch.of("rmse")
     with refused("column weights: are of a search of scales; say --scale-search mse too"):
         ScaleSearch.of(None, tmp_path / "w.safetensors")
     with refused(f"column weights {tmp_path / 'w.safetensors'}: is no file; a safetensors file is needed"):

@@ -31,7 +31,7 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
     """By the amax of each block, and by the amaxes that are found."""
     r = job.new_recipe
-    found = search_scales(x, r, tensor_amax=amax, weights=weights)
+    found = search_scales(x, r, objective=job.search, tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
 
 

@@ -30,6 +30,8 @@ _WORD = (1 << 64) - 1  # of a signed number
 def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / 16)."""
     call, r = search.call, search.call.recipe
+    if search.terms.power != 2:
+        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
     if r.block_rows > 1:
         raise Declined(f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has; compute on the CPU with cupy.asnumpy(x)")
     cupy = interop.cupy()
