@@ -11,8 +11,10 @@ import pytest
 
 import fp4kit
 from fp4kit.formats import E2M1, E4M3
+from fp4kit.reference.search_amaxes import multiples
 
-STATIC, WIDE = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"
+STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
+WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
 SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
 SCALES = np.float64(E4M3.values[1:127])
 ROUNDING = 2.0**-18  # of a sum of some 256 products in float32, relative to sums of terms that are not negative
@@ -205,6 +207,65 @@ def test_nothing_is_written_to() -> None:
     fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
 
 
+# ---- tensor amaxes ----------------------------------------------------------------------------------------------------------
+
+
+def best_multiples(x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None) -> np.ndarray:
+    """Multiples of least squared error, by the public fake_quantize, in float64; axis: of what has an amax of its own."""
+    every = []
+    for factor in grid:
+        values = fp4kit.fake_quantize(x, recipe, tensor_amax=amax * np.float32(factor))
+        every.append((weights * (np.float64(x) - values) ** 2).sum(axis=axis))
+    return np.asarray(grid)[np.argmin(every, axis=0)]
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
+@pytest.mark.parametrize("grid", ["all", (0.5, 1.2, 0.07)])
+def test_the_best_amax_of_a_grid(recipe, grid) -> None:
+    x = some(24, seed=4)
+    amax = np.abs(x).max(axis=1 if "channel" in recipe else None).astype(np.float32)
+    factors = np.linspace(0.25, 4.0, 39) if grid == "all" else np.linspace(0.5, 1.2, 11)
+    found = fp4kit.search_scales(x, recipe, candidates=grid)
+    assert (found.shape, found.dtype) == (amax.shape, np.float32)
+    best = best_multiples(x, recipe, amax, factors, axis=1 if "channel" in recipe else None)
+    np.testing.assert_allclose(found, amax * best, rtol=1e-6)
+    assert (best != 1).any()
+
+
+def test_a_grid_of_experts_weights_and_columns() -> None:
+    x, weights = some(24).reshape(2, 12, 64), np.random.default_rng(1).random(64, np.float32) ** 4
+    amax = np.float32([3, 9])
+    found = fp4kit.search_scales(x, "int8-modelopt", tensor_amax=amax, weights=weights, candidates=(0.1, 1, 0.05))
+    best = best_multiples(x, "int8-modelopt", amax, np.linspace(0.1, 1, 19), weights, axis=(1, 2))
+    np.testing.assert_allclose(found, amax * best, rtol=1e-6)
+    turned = fp4kit.search_scales(np.ascontiguousarray(x[0].T), FP8 + "-channel", axis=0)
+    assert turned.tobytes() == fp4kit.search_scales(x[0], FP8 + "-channel").tobytes()
+
+
+def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
+    x = some(8)
+    amax = np.abs(x).max()
+    assert fp4kit.search_scales(x, FP8, candidates=(0.5, 0.5, 1)) == amax * np.float32(0.5)
+    assert fp4kit.search_scales(0 * x, FP8) == 0 and fp4kit.search_scales(x[:0], FP8) == 0
+    half = x.astype(ml_dtypes.bfloat16)
+    assert fp4kit.search_scales(half, FP8) == fp4kit.search_scales(half.astype(np.float32), FP8)
+
+
+def test_a_grid_by_another_objective() -> None:
+    x = some(8)
+    found = fp4kit.search_scales(x, "int8-modelopt", objective="max")
+    largest = [np.abs(fp4kit.fake_quantize(x, "int8-modelopt", tensor_amax=np.abs(x).max() * np.float32(f)) - x).max()
+               for f in np.linspace(0.25, 4, 39)]  # fmt: skip
+    np.testing.assert_allclose(found, np.abs(x).max() * np.linspace(0.25, 4, 39)[np.argmin(largest)], rtol=1e-6)
+
+
+def test_multiples_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for grid in [(0.25, 4.0, 0.1), (0.5, 2.0, 0.05), (0.3, 1.0, 0.01), (0.7, 1.3, 0.003)]:
+        found = multiples(grid)
+        assert found.tobytes() == torch.linspace(*grid[:2], steps=found.size).numpy().tobytes()
+
+
 # ---- errors -----------------------------------------------------------------------------------------------------------------
 
 NAN, INF = np.float32(np.nan), np.float32(np.inf)
@@ -223,7 +284,14 @@ def hessian(**at: float) -> np.ndarray:
 
 
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
-SEARCHED = "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static"
+SEARCHED = (
+    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
+    "or FP8 or integers without block scales"
+)
+GRID = (
+    "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
+    "of at most 10000 multiples of the amax"
+)
 CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes beside that of the amax"
 OBJECTIVES = "needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16, such as 'p2.4'"
 ERRORS = {
@@ -266,6 +334,15 @@ ERRORS = {
     "three candidates": ({"candidates": (1, 2, 3)}, ValueError, f"candidates is (1, 2, 3); {CANDIDATES}"),
     "candidates that are floats": (
         {"candidates": (-0.5, 2)}, TypeError, "candidates is -0.5; needs an int",
+    ),
+    "a grid of two": ({"recipe": FP8, "candidates": (0.5, 2)}, ValueError, f"candidates is (0.5, 2); {GRID}"),
+    "near on a grid": ({"recipe": FP8, "candidates": "near"}, ValueError, f"candidates is 'near'; {GRID}"),
+    "a grid from 0": ({"recipe": FP8, "candidates": (0, 2, 0.1)}, ValueError, f"candidates is (0, 2, 0.1); {GRID}"),
+    "a grid without end": ({"recipe": FP8, "candidates": (1, 2, 1e-9)}, ValueError, f"candidates is (1, 2, 1e-09); {GRID}"),
+    "a grid of text": ({"recipe": FP8, "candidates": ("1", 2, 1)}, TypeError, "candidates has '1'; needs numbers"),
+    "a Hessian on a grid": (
+        {"recipe": FP8, "hessian": EYES}, ValueError,
+        "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
     ),
     "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
     "other blocks": ({"recipe": "mxfp4"}, ValueError, f"mxfp4-ocp cannot be searched; {SEARCHED}"),

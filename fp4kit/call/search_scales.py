@@ -10,29 +10,42 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import as_real
 from fp4kit.call.check import check_has_codes
-from fp4kit.call.parse import Call, array_call, with_amaxes
+from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
 RUN = 16  # elements of a row of a block
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
+GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
+MOST = 10000
 HIGHEST = 16  # of powers: float32 sums of higher ones leave its range
 _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
     """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax,
-    both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the largest.
+    both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the largest. grid: start,
+    stop and step of the multiples of the amax that are tried where there are no block scales; None where there are.
     """
 
     weights: Any = None
     hessian: Any = None
     offsets: tuple[int, int] | None = None
     power: float = 2.0
+    grid: tuple[float, float, float] | None = None
 
 
 PLAIN = Terms()
+
+
+class Wanted(NamedTuple):
+    """What the caller asks for."""
+
+    objective: Any
+    weights: Any
+    hessian: Any
+    candidates: Any
 
 
 class Search(NamedTuple):
@@ -42,21 +55,17 @@ class Search(NamedTuple):
     terms: Terms = PLAIN
 
 
-def search_call(
-    op: str,
-    x: Any,
-    recipe: str | Recipe,
-    axis: int,
-    *,
-    objective: Any,
-    tensor_amax: Any,
-    weights: Any,
-    hessian: Any,
-    candidates: Any,
-) -> Search:
-    """A call that finds block amaxes."""
-    check_searched(op, recipe_of(op, recipe))
-    offsets, power = _offsets(op, candidates), power_of(op, objective)
+def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
+    """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
+    r, offsets, grid = recipe_of(op, recipe), None, None
+    objective, weights, hessian, candidates = wanted
+    if _has_grid(r):
+        grid = _grid(op, candidates)
+        _check_no_hessian(op, hessian, r)
+    else:
+        check_searched(op, r)
+        offsets = _offsets(op, candidates)
+    power = power_of(op, objective)
     if hessian is not None and power != 2:
         raise ValueError(f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights")
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
@@ -68,7 +77,43 @@ def search_call(
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, Terms(*found, offsets, power))
+    return Search(call, Terms(*found, offsets, power, grid))
+
+
+def check_swept(search: Search) -> None:
+    """Raise Declined for what is no sweep of E4M3 scales by squares, which compiled engines and GPUs alone do."""
+    if search.terms.grid is not None:
+        raise Declined(f"{search.call.recipe.id} is searched over a grid of amaxes; compute on the CPU with cupy.asnumpy(x)")
+    if search.terms.power != 2:
+        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
+
+
+def _has_grid(r: Recipe) -> bool:
+    """Whether all scales of a recipe come from its tensor amaxes, those of the tensor, of experts or of rows."""
+    return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
+
+
+def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
+    """Start, stop and step of multiples of the amax."""
+    if isinstance(candidates, str) and candidates == "all":
+        return GRID
+    if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
+        start, stop, step = (_number(op, number) for number in candidates)
+        if 0 < start <= stop < np.inf and 0 < step < np.inf and (stop - start) / step < MOST:
+            return start, stop, step
+    needed = f"three numbers (start, stop, step) with 0 < start <= stop, of at most {MOST} multiples of the amax"
+    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', which is {GRID}, or {needed}")
+
+
+def _number(op: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
+    return float(value)
+
+
+def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
+    if hessian is not None:
+        raise ValueError(f"{op}: a hessian was given, and {r.id} has no blocks of 16 columns; leave it out, or give weights")
 
 
 def power_of(op: str, objective: Any) -> float:
@@ -88,7 +133,7 @@ def check_searched(op: str, r: Recipe) -> None:
     given = r.static or r.search == "modelopt_sweep"
     if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
         raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
-                         "such as nvfp4-modelopt-static")  # fmt: skip
+                         "such as nvfp4-modelopt-static, or FP8 or integers without block scales")  # fmt: skip
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:

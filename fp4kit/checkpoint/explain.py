@@ -18,6 +18,8 @@ from fp4kit.ops.identify import candidates_of, either, identify, name_of
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 
+A_FEW = 0.95  # share of bytes that a recipe gives, above which the others are damage; of searched scales it gives 0.6 to 0.8
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -99,13 +101,14 @@ def _searched(case: Case, layouts: list[Layout]) -> Explanation:
         found, tally = first_whole(case, trial.whole)
     if found:
         return _explained(found, tally, case.layer.blank)
-    return _by_scales(case, plain) or _permuted(case, plain, trial) or _nearest(case, plain, trial)
+    return _by_scales(case, plain, trial) or _permuted(case, plain, trial) or _nearest(case, plain, trial)
 
 
-def _by_scales(case: Case, plain: Layout) -> Explanation | None:
-    """Scales of no known rule over codes that are right under them: searched otherwise, or calibrated."""
+def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
+    """Scales of no known rule over codes that are right under them: searched or calibrated, and not a few changed bytes."""
+    assert trial.nearest is not None  # there is a recipe of every format
     found = under_stored_scales(case, plain)
-    if not found:
+    if not found or count(case, trial.nearest, early=False).share > A_FEW:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
     text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"

@@ -12,7 +12,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import PLAIN, Search, Terms
+from fp4kit.call.search_scales import PLAIN, Search, Terms, check_swept
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
@@ -30,8 +30,7 @@ _WORD = (1 << 64) - 1  # of a signed number
 def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / 16)."""
     call, r = search.call, search.call.recipe
-    if search.terms.power != 2:
-        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
+    check_swept(search)
     if r.block_rows > 1:
         raise Declined(f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has; compute on the CPU with cupy.asnumpy(x)")
     cupy = interop.cupy()
