@@ -139,7 +139,8 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
         _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
         _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
-        _linear_bar(of["sizes"]),
+        _linear_bar(of["sizes"], "all", ""),
+        _linear_bar(of["sizes"], "all into", " into memory that is there"),
     ]
 
 
@@ -189,13 +190,13 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
     return Bar(text, f"{smallest['ratio']:.2f}", f"{smallest['case']}; {sweep['cases']} cases", not sweep["slower"])
 
 
-def _linear_bar(rows: list[CpuRow]) -> Bar:
+def _linear_bar(rows: list[CpuRow], name: str, into: str) -> Bar:
     """From 32 MB on, the slowest byte against the fastest one of a recipe."""
-    text = "time of a byte, largest size over smallest from 32 MB: at most 1.25"
-    large = [row for row in rows if row.bytes >= 1 << 25]
+    text = f"time of a byte{into}, largest size over smallest from 32 MB: at most 1.25"
+    large = sorted((row for row in rows if row.bytes >= 1 << 25 and name in row.times), key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):
-        rates = [row.rate("all") or 0 for row in sorted(large, key=lambda row: row.bytes) if row.recipe == recipe]
+        rates = [row.rate(name) or 0 for row in large if row.recipe == recipe]
         if len(rates) > 1:
             found.append((rates[0] / rates[-1], recipe))
     if not found:

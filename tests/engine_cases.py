@@ -64,6 +64,7 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
     monkeypatch.setattr(keys, "FEW", dict.fromkeys(keys.FEW, 0))
     monkeypatch.setattr(keys, "FEW_VALUES", 0)
+    monkeypatch.setattr(keys, "FEW_AMAX", 0)
     monkeypatch.setattr(keys, "FEW_COLUMNS", 0)
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,9 @@ def test_bars_of_ggml_sizes_and_sweep():
     assert encoders.figure == "1.60" and not encoders.holds
     linear = bars["time of a byte, largest size over smallest from 32 MB"]
     assert linear.figure == "1.56" and linear.where == "nvfp4-te" and not linear.holds
+    assert bars["time of a byte into memory that is there, largest size over smallest from 32 MB"].holds is None
+    into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
+    assert found_bars(*into)["time of a byte into memory that is there, largest size over smallest from 32 MB"].figure == "1.00"
     assert bars["times faster than the specification, every recipe, dtype and shape from 1 KB"].holds
 
 
@@ -120,6 +124,20 @@ def test_the_sweep_finds_slow_calls_and_leaves_out_shapes_that_do_not_fit(monkey
     assert found["cases"] == 9 and len(found["slower"]) == 3 and list(found["smallest of a shape"]) == ["2x64"]
     assert found["smallest"][0] == {"ratio": 0.5, "case": "dequantize mxfp4-ocp bfloat16 2x64"}
     assert "slower than the specification: dequantize mxfp4-ocp float16 2x64: 0.50" in capsys.readouterr().out
+
+
+def test_a_ratio_near_one_is_taken_again_and_declined_recipes_are_few_elements(monkeypatch):
+    turns, rounds = [], cpu_sweep.alternate
+    monkeypatch.setattr(cpu_sweep, "alternate", lambda *arguments: (turns.append(arguments[1]), rounds(*arguments))[1])
+
+    def taking(fast, slow):
+        case = cpu_cases.Case("of", lambda: time.sleep(slow if fp4kit.engine() == "reference" else fast), 1)
+        return cpu_sweep.ratio(case)
+
+    assert taking(1e-4, 1e-2) > 10 and not turns
+    assert 0.6 < taking(2e-3, 2e-3) < 1.6 and turns[0] == cpu_sweep.TURNS[0][0]
+    of = lambda recipe, rows: len(list(cpu_sweep.cases(recipe, np.zeros((rows, 256), np.float32))))  # noqa: E731
+    assert of("nvfp4-te-4over6-mse-256", 16) == of("nvfp4-te", 4096) == 4 and of("nvfp4-te-4over6-mse-256", 4096) == 1
 
 
 def test_calls_of_other_libraries_must_give_the_values(monkeypatch):

@@ -16,7 +16,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Blocks that the bounds prove, and that they do not: spread, of few values, multiples of a scale, near ties, zero, not finite."""
+    """Blocks that the bounds prove, and others: spread, of few values, multiples of a scale, near ties, zero, not finite."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
     x[8:16] = rng.standard_t(2, (8, 64))
@@ -30,7 +30,8 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 
 
 def check(x: np.ndarray, recipe=STATIC, **options) -> None:
-    found = fp4kit.search_scales(cupy.asarray(x), recipe, **{k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()})
+    there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+    found = fp4kit.search_scales(cupy.asarray(x), recipe, **there)
     assert differing(found, fp4kit.search_scales(x, recipe, **options)) == 0
 
 
@@ -128,3 +129,16 @@ def test_recipe_equals_its_two_steps() -> None:
 def test_other_objectives_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel searches by another objective than 'mse'; "):
         fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="mae")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even"])
+def test_powers_of_two_are_searched_on_the_cpu_and_taken_on_the_gpu(recipe) -> None:
+    x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1)
+    with pytest.raises(NotImplementedError, match=f"^search_scales: {recipe} has E8M0 scales, which no CUDA kernel searches; "):
+        fp4kit.search_scales(cupy.asarray(x), recipe)
+    found = fp4kit.search_scales(x, recipe)
+    ours = fp4kit.quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
+    theirs = fp4kit.quantize(x, recipe, block_amax=found)
+    assert differing(ours.packed, theirs.packed) == 0 and differing(ours.block_scale, theirs.block_scale) == 0
+    values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
+    assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found)) == 0

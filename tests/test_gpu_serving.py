@@ -40,7 +40,7 @@ def edges(dtype) -> np.ndarray:
     x = (x * 2.0 ** exponents[:, None]).astype(dtype)
     x[0, :32], x[1, :16], x[2, 16:32] = 0, -0.0, 0
     x[3, 5], x[4, 6], x[5, 32:64:2] = np.inf, np.nan, -np.inf
-    x.view(f"u{x.itemsize}")[[6, 7], [2, 40]] = (1 << 8 * x.itemsize - 1) - 1  # the NaN of instructions of GPUs, whose bits are ones
+    x.view(f"u{x.itemsize}")[[6, 7], [2, 40]] = (1 << 8 * x.itemsize - 1) - 1  # the NaN that GPUs make
     return x
 
 
@@ -58,3 +58,18 @@ def test_columns_and_both(name) -> None:
     check(x, name, axis=0)
     for gpu, cpu in zip(fp4kit.quantize_both(cupy.asarray(x), name), fp4kit.quantize_both(x, name), strict=True):
         assert differing(gpu.packed, cpu.packed) == 0 and differing(gpu.block_scale, cpu.block_scale) == 0
+
+
+@pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
+@pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name and not name.endswith("2d")])
+def test_factors_beyond_float32(name, dtype) -> None:
+    """An encode scale that is infinite, and one that is not over block scales that are tiny: saturated codes, or NaN's."""
+    x = np.random.default_rng(3).standard_normal((16, 64)).clip(-3, 3)
+    x[3, :20], x[5, 32:48] = 0, -0.0
+    for small in (x * 2.0**-128, x * np.exp2(-113 - np.arange(16))[:, None]):
+        check(small.astype(dtype), name)
+        codes = fp4kit.unpack(fp4kit.quantize(small.astype(dtype), name).packed)
+        if RECIPES[name].keep_infinity:
+            assert (codes == 15).any() and (codes == 7).any() and not (codes == 11).all()
+        else:
+            assert (codes == 11).any()

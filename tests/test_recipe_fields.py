@@ -141,7 +141,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "first of integers": (
         "int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs floats, whose values are"
     ),
-    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents, modelopt_sweep, or ''"),
+    "search": ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents"),
     "search of another type": ("nvfp4-te", {"search": None}, V, "search is None; needs one of auto_round_powers"),
     "search as a list": ("nvfp4-te", {"search": []}, V, "search is []; needs one of auto_round_powers"),
     "search of powers": (
@@ -154,7 +154,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
         "nvfp4-te-4over6-mae-448", {"search": "auto_round_percents"}, V, "four_over_six is 'mae'; has no meaning with search"
     ),
     "searched and static": ("nvfp4-auto-round-opt", {"static": True}, V, "static is True; has no meaning with search"),
-    "searched 32": ("nvfp4-modelopt-mse", {"block": (1, 32)}, V, "needs E2M1 elements in blocks of 16 columns and tensor_scaling"),
+    "searched 32": ("nvfp4-modelopt-mse", {"block": (1, 32)}, V, "needs E2M1 elements in blocks of 16 columns and"),
     "searched fake rule": (
         "nvfp4-modelopt-fake", {"search": "auto_round_percents"}, V, "fake_rule is 'nvfp4_modelopt_triton'; has no meaning with"
     ),

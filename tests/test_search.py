@@ -15,7 +15,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.search import SEARCHES, least_by_block, search_matrix
+from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, least_by_block, search_matrix
 from fp4kit.reference.sums import sum_lanes
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
@@ -28,7 +28,7 @@ def chosen(x, name, amax=None):
     """Block amaxes that the search chooses."""
     r = RECIPES[name]
     out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
-    search_matrix(x, r, compute_tensor_amax(x, r) if amax is None else amax, None, out)
+    search_matrix(x, out, compute_tensor_amax(x, r) if amax is None else amax, r, None)
     return out
 
 
@@ -61,6 +61,12 @@ def tried(x, factor, name, encode_scale):
 
 def nearest(y):
     return E2M1.values[fp4kit.reference.codec.encode(y, E2M1, "rns" if y.size == 32 else "rn")]
+
+
+def test_the_candidates():
+    """1.51, the last, wins so rarely that values would not miss it."""
+    assert list(AUTO_ROUND_PERCENTS) == FACTORS[NVFP4] and FACTORS[NVFP4][-1] == 1.51 and len(FACTORS[NVFP4]) == 102
+    assert list(AUTO_ROUND_POWERS) == FACTORS[MXFP4]
 
 
 FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n != 100)]}
@@ -99,12 +105,25 @@ def test_of_equal_errors_the_first_candidate_stays():
 def test_least_by_block_keeps_the_first_where_errors_are_equal_or_nan():
     candidates = [np.float32([1, 1, 1]), np.float32([2, 2, 2]), np.float32([3, 3, 3])]
     errors = iter([np.float32([5, np.nan, 2]), np.float32([5, 1, 3]), np.float32([4, 0, 2])])
-    assert least_by_block(candidates, lambda _: next(errors)).tolist() == [3, 1, 1]
+    assert least_by_block(candidates, lambda *_: next(errors)).tolist() == [3, 1, 1]
+
+
+def test_each_scale_is_tried_once():
+    """The first candidate of a scale stands for all of it."""
+    asked = []
+
+    def error(candidate, which):
+        asked.append((candidate.tolist(), which.tolist()))
+        return -candidate[which]
+
+    candidates = [np.float32([1, 5]), np.float32([2, 6]), np.float32([3, 8]), np.float32([4, 7])]
+    assert least_by_block(candidates, error, lambda a: (a // 2).astype(np.uint8)).tolist() == [4, 8]
+    assert [which for _, which in asked] == [[True, True], [True, True], [False, True], [True, False]]
 
 
 def test_sums_are_those_of_lanes():
-    terms = np.random.default_rng(0).standard_normal((50, 3, 32)).astype(np.float32) ** 2
-    for size in (16, 32):
+    terms = np.random.default_rng(0).standard_normal((50, 3, 256)).astype(np.float32) ** 2
+    for size in (16, 32, 56, 256):
         expected = np.float32([[sum_of(block) for block in row] for row in terms[..., :size]])
         assert_same_bits(sum_lanes(terms[..., :size]), expected)
         assert (expected != terms[..., :size].sum(axis=-1)).any()

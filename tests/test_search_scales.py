@@ -14,6 +14,9 @@ from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.search_amaxes import multiples
 
 STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
+POWERS_OF_TWO = (
+    "mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp8-te", "mxfp6-torchao-floor-e2m3",
+)  # fmt: skip
 WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
 SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
 SCALES = np.float64(E4M3.values[1:127])
@@ -207,6 +210,78 @@ def test_nothing_is_written_to() -> None:
     fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
 
 
+# ---- powers of two ----------------------------------------------------------------------------------------------------------
+
+
+def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
+    """float64 (steps, M, blocks): the error of each block whose amax is multiplied with powers of two."""
+    size, every = fp4kit.recipe(recipe).block_size, []
+    own = fp4kit.amax(x, recipe)
+    for step in steps:
+        values = fp4kit.dequantize(fp4kit.quantize(x, recipe, block_amax=np.ldexp(own, step)), np.float32)
+        every.append((weights * (np.float64(x) - values) ** 2).reshape(len(x), -1, size).sum(axis=-1))
+    return np.stack(every)
+
+
+def floor_codes(x: np.ndarray, top: float) -> np.ndarray:
+    """E8M0 codes of floor(log2(amax)) - floor(log2(the largest element)), of blocks of 32."""
+    return np.floor(np.log2(np.abs(x).reshape(len(x), -1, 32).max(axis=-1))).astype(int) - int(np.log2(top)) + 127
+
+
+@pytest.mark.parametrize("recipe", POWERS_OF_TWO)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
+    x, weights = some(24, 128), np.random.default_rng(1).random(128, np.float32) if weighted else None
+    found = fp4kit.search_scales(x, recipe, weights=weights)
+    q = fp4kit.quantize(x, recipe, block_amax=found)
+    steps = np.log2(found / fp4kit.amax(x, recipe)).astype(int)
+    away = q.block_scale.astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)
+    assert set(np.unique(away)) <= {-1, 0, 1}
+    every = power_losses(x, recipe, range(-3, 4), 1.0 if weights is None else np.float64(weights))
+    codes = [fp4kit.quantize(x, recipe, block_amax=np.ldexp(fp4kit.amax(x, recipe), step)).block_scale for step in range(-3, 4)]
+    near = np.abs(np.stack(codes).astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)) <= 1
+    assert_least(np.where(near, every, np.inf), steps + 3)
+
+
+def test_powers_that_are_asked_for() -> None:
+    x = some(16, 64)
+    own = fp4kit.quantize(x, "mxfp4-ocp")
+    assert fp4kit.search_scales(x, "mxfp4-ocp", candidates=(0, 0)).tobytes() == fp4kit.amax(x, "mxfp4-ocp").tobytes()
+    found = fp4kit.quantize(x, "mxfp4-ocp", block_amax=fp4kit.search_scales(x, "mxfp4-ocp", candidates=(0, 1)))
+    assert set(np.unique(found.block_scale.astype(int) - own.block_scale)) == {0, 1}
+    assert fp4kit.compare(x, fp4kit.dequantize(found)).sqnr > fp4kit.compare(x, fp4kit.dequantize(own)).sqnr
+
+
+@pytest.mark.parametrize("objective", ["mae", "max", "p3"])
+def test_powers_by_another_objective(objective) -> None:
+    x = some(16, 64)
+    found = fp4kit.search_scales(x, "mxfp4-ocp", objective=objective)
+    power = {"mae": 1, "p3": 3, "max": 1}[objective]
+    every = []
+    for amax in (found, *(np.ldexp(fp4kit.amax(x, "mxfp4-ocp"), step) for step in (-1, 0, 1))):
+        values = fp4kit.dequantize(fp4kit.quantize(x, "mxfp4-ocp", block_amax=amax), np.float32)
+        d = (np.abs(np.float64(x) - values) ** power).reshape(16, 2, 32)
+        every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
+    assert_least(np.stack(every[1:]), np.stack(every[1:]).argmin(axis=0))
+    np.testing.assert_allclose(every[0], np.min(every[1:], axis=0), rtol=1e-5)
+
+
+def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
+    x = some(6, 32)
+    x[0], x[1, 3], x[2, 4], x[3], x[4] = 0, np.nan, np.inf, 2.0**-149, 3e38
+    found = fp4kit.search_scales(x, "mxfp4-ocp")
+    own = fp4kit.amax(x, "mxfp4-ocp")
+    assert found[0, 0] == 0 and np.isfinite(found[3:]).all()
+    np.testing.assert_array_equal(found[1:3], own[1:3])
+
+
+def test_groups_take_no_amaxes_for_powers() -> None:
+    """Their kernels read those of static recipes alone."""
+    x = some(4, 32)
+    with pytest.raises(ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp takes it from x"):
+        fp4kit.quantize_grouped([x], "mxfp4-ocp", block_amax=[fp4kit.amax(x, "mxfp4-ocp")])
+
+
 # ---- tensor amaxes ----------------------------------------------------------------------------------------------------------
 
 
@@ -286,7 +361,7 @@ def hessian(**at: float) -> np.ndarray:
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
     "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
-    "or FP8 or integers without block scales"
+    "one of E8M0 scales, or FP8 or integers without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
@@ -345,7 +420,11 @@ ERRORS = {
         "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
     ),
     "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
-    "other blocks": ({"recipe": "mxfp4"}, ValueError, f"mxfp4-ocp cannot be searched; {SEARCHED}"),
+    "4over6": ({"recipe": "nvfp4-te-4over6-mse-256"}, ValueError, f"nvfp4-te-4over6-mse-256 cannot be searched; {SEARCHED}"),
+    "a Hessian of other blocks": (
+        {"recipe": "mxfp4", "hessian": EYES}, ValueError,
+        "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",
+    ),
     "no codes": (
         {"recipe": "nvfp4-modelopt-static-fake"}, ValueError,
         "nvfp4-modelopt-static-fake is a fake quantizer and has values only; use fp4kit.fake_quantize",

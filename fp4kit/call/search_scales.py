@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_index
-from fp4kit.call.amaxes import as_real
+from fp4kit.call.amaxes import as_real, has_given_powers
 from fp4kit.call.check import check_has_codes
 from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
-from fp4kit.formats import E2M1, E4M3
+from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
@@ -54,6 +54,11 @@ class Search(NamedTuple):
     call: Call
     terms: Terms = PLAIN
 
+    @property
+    def has_powers(self) -> bool:
+        """Whether block scales are powers of two."""
+        return self.call.recipe.scale == E8M0
+
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
     """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
@@ -63,7 +68,10 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
         grid = _grid(op, candidates)
         _check_no_hessian(op, hessian, r)
     else:
-        check_searched(op, r)
+        if has_given_powers(r):
+            _check_no_hessian(op, hessian, r)
+        else:
+            check_searched(op, r)
         offsets = _offsets(op, candidates)
     power = power_of(op, objective)
     if hessian is not None and power != 2:
@@ -71,7 +79,8 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, given["tensor_amax"], None)
     if weights is not None and hessian is not None:
-        raise ValueError(f"{op}: weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal")
+        why = "needs one of them, since a Hessian holds the weights on its diagonal"
+        raise ValueError(f"{op}: weights and a hessian were given; {why}")
     K = call.moved.shape[-1]
     found = _float32(call, "weights", given["weights"], (K,)), _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN))
     for name, array in zip(("weights", "hessian"), found, strict=True):
@@ -84,6 +93,9 @@ def check_swept(search: Search) -> None:
     """Raise Declined for what is no sweep of E4M3 scales by squares, which compiled engines and GPUs alone do."""
     if search.terms.grid is not None:
         raise Declined(f"{search.call.recipe.id} is searched over a grid of amaxes; compute on the CPU with cupy.asnumpy(x)")
+    if search.has_powers:
+        name = search.call.recipe.id
+        raise Declined(f"{name} has E8M0 scales, which no CUDA kernel searches; compute on the CPU with cupy.asnumpy(x)")
     if search.terms.power != 2:
         raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
 
@@ -132,8 +144,10 @@ def check_searched(op: str, r: Recipe) -> None:
     check_has_codes(op, r)
     given = r.static or r.search == "modelopt_sweep"
     if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
-        raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
-                         "such as nvfp4-modelopt-static, or FP8 or integers without block scales")  # fmt: skip
+        raise ValueError(
+            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as "
+            "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+        )
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
@@ -145,7 +159,8 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
             return low, high
-    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', 'near', or two ints (low, high): codes beside that of the amax")
+    needed = "'all', 'near', or two ints (low, high): codes beside that of the amax"
+    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
@@ -166,16 +181,19 @@ _OF = {"weights": "columns", "hessian": "blocks of 16 columns"}
 def _check_weights(op: str, weights: np.ndarray) -> None:
     bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad:
-        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite weights >= 0")
+        what = "that are negative, NaN or infinite; needs finite weights >= 0"
+        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} {what}")
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
     if not np.isfinite(hessian).all():
-        raise ValueError(f"{op}: hessian holds {np.count_nonzero(~np.isfinite(hessian))} value(s) that are NaN or infinite; needs finite ones")
+        count = np.count_nonzero(~np.isfinite(hessian))
+        raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite ones")
     apart = np.abs(hessian - hessian.transpose(0, 2, 1)).max(axis=(1, 2), initial=0)
     bad = apart > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
     if bad.any():
-        raise ValueError(f"{op}: hessian[{int(bad.argmax())}] is not symmetric (by up to {apart.max():.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
+        where, most = int(bad.argmax()), apart.max()
+        raise ValueError(f"{op}: hessian[{where}] is not symmetric (by up to {most:.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
 
 
 _CHECKS = {"weights": _check_weights, "hessian": _check_hessian}

@@ -54,11 +54,12 @@ def quantize_with_scales(call: Call) -> Quantized:
     return reference.quantize_with_scales(call, _MATRICES)
 
 
-def _check(call: Call) -> None:
+def _check(call: Call, few: int | None = None) -> None:
+    """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes time."""
+    if call.x.size < (keys.FEW[call.recipe.tensor_scaling] if few is None else few) or call.moved.shape[-1] < keys.FEW_COLUMNS:
+        raise Declined("the specification is as quick with so few elements")
     matrix.kernels_of(call.recipe)
     matrix.check_array(call.x)
-    if call.x.size < keys.FEW[call.recipe.tensor_scaling] or call.moved.shape[-1] < keys.FEW_COLUMNS:
-        raise Declined("the specification is as quick with so few elements")
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
@@ -141,7 +142,7 @@ def partial_cast(
 
 def amax(call: Call) -> np.ndarray:
     """reference.engine.amax."""
-    _check(call)
+    _check(call, keys.FEW_AMAX)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the specification has the amax of what has no blocks")
     matrices = stack(call.moved, call.recipe)

@@ -52,7 +52,7 @@ WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
 # Elements below which what is not one call of the library (prepared.py) takes no less time by it than by the specification, for
 # the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with AVX-512, November 2026.
 FEW = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
-FEW_VALUES, FEW_COLUMNS = 1 << 11, 16  # bytes of codes to be decoded; elements of a row
+FEW_VALUES, FEW_AMAX, FEW_COLUMNS = 1 << 11, 1 << 11, 16  # bytes of codes to be decoded; elements of an amax, and of a row
 
 
 @lru_cache(256)

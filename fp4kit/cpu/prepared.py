@@ -19,6 +19,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu.dequantize import decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
+from fp4kit.cpu.memory import empty
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
@@ -124,7 +125,7 @@ class FakeQuantizeCall:
     def __call__(self, x: np.ndarray, given: None) -> np.ndarray | None:
         if not is_ieee():
             return None
-        out = np.empty(self.shape, self.dtype)
+        out = empty(self.shape, self.dtype)
         undone = self.library(self.like, self.values, x.ctypes.data, out.ctypes.data, self.tensor, threads_for(self.size))
         return None if undone else out
 
@@ -156,7 +157,7 @@ class DequantizeCall:
     def __call__(self, q: Quantized, out: np.ndarray | None) -> np.ndarray | None:
         if not is_ieee():
             return None
-        values = np.empty(self.shape, self.dtype) if out is None else out
+        values = empty(self.shape, self.dtype) if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
         tensor = tensors_of(q).ctypes.data
         undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads_for(self.size))

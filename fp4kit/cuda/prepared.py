@@ -21,7 +21,7 @@ from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
 from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
-from fp4kit.cuda.ways import Arguments, Work, way_of
+from fp4kit.cuda.ways import Arguments, Work
 from fp4kit.cuda.ways import find as find_way
 from fp4kit.parts import wanted_parts
 from fp4kit.quantized import Quantized, assembled

@@ -148,7 +148,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
-    with_amax = ("te",) if r.tensor_scaling != "none" else ()
+    with_amax = ("te", "fouroversix") if r.tensor_scaling != "none" else ()
     return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "auto_round", "gguf", *with_amax))}
 
 

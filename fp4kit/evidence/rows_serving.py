@@ -64,10 +64,10 @@ def _auto_round(row: Callable[..., Any]) -> Rows:
 
 def _fouroversix(row: Callable[..., Any]) -> Rows:
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
-        yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor")
+        yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
     for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
-        yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor")
+        yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (("", "mse", None), ("", "mse_2d", (16, 16)), ("-mae", "mae", None), ("-6", "static_6", None)):

@@ -36,7 +36,8 @@ def search_scales(
     recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6; or
         nvfp4-modelopt-mse, which quantizes under the same amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block,
         where a variant has these, is that of all its rows. Of FP8 and integers without block scales (fp8-modelopt,
-        int8-modelopt-channel, ...) the amax of the tensor, or of each expert or row, is searched: see below.
+        int8-modelopt-channel, ...) the amax of the tensor, or of each expert or row, is searched; of E8M0 scales in blocks of one
+        row (mxfp4-ocp, mxfp8-te, ...) amax * 2^j of the block, in the recipe's own arithmetic.
     objective: "mse", as above; "mae": sum of weight * |x - q * scale(c)|; "max": the largest of these; "p2.4", or another number
         from 1 to 16: sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae", "p2" is "mse".
     tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
@@ -45,7 +46,8 @@ def search_scales(
     hessian: float32 (K/16, 16, 16), symmetric, one for each 16 columns; not together with weights, which are its diagonal.
     candidates: "all"; "near", codes of c from 8 below to 8 above the one that the block's own amax gives; or those ends as two
         ints (low, high), both inclusive. Codes beyond the 126 are the first or the last of them. Without block scales: (start,
-        stop, step), multiples of the amax from start to stop; "all" is (0.25, 4.0, 0.1), Model-Optimizer's.
+        stop, step), multiples of the amax from start to stop; "all" is (0.25, 4.0, 0.1), Model-Optimizer's. Of E8M0 scales: ends
+        of j; "all" is the floor, floor(log2(amax)) - floor(log2(largest element)), and one exponent below and above it.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
 
     Returns float32 (..., M, K/16), `axis` last, as the linear block_scale of quantize has it: quantize(x, recipe, axis=axis,
@@ -55,7 +57,7 @@ def search_scales(
     Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a recipe that is
         none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or (weights)
         negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other candidates;
-        NotImplementedError for what has no CUDA kernel: 16x16 blocks, objectives other than "mse", recipes without block scales.
+        NotImplementedError for what has no CUDA kernel: 16x16 blocks, objectives other than "mse", other scales than E4M3.
         Weights and Hessians on a GPU are not looked at, since that would wait.
     Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's approximate
         division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to even

@@ -15,18 +15,19 @@ _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     mse = of_format(
-        NVFP4, "nvfp4-fouroversix", tensor_rule="fouroversix", block_rule="four_over_six", decode_rule="te", four_over_six="mse",
-        lane_sums=True, scale_max=256, sign="negative", nan_code=0xB, amax_nan="propagate",
+        NVFP4, "nvfp4-fouroversix", tensor_rule="fouroversix", block_rule="four_over_six", decode_rule="fouroversix",
+        four_over_six="mse", lane_sums=True, scale_max=256, sign="negative", nan_code=0xB, amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
-        exact="its codes of mse, the default, in blocks of 16x16, too; nvfp4-te-4over6-mse-256 but for scales of 0",
+        exact="its codes of mse, the default, in blocks of 16x16, too, and its values, which overflow from 2^128 / 1536 on; "
+        "codes of nvfp4-te-4over6-mse-256 but for scales of 0",
     )  # fmt: skip
     yield mse
     mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact="its codes of mae")
     yield mae
     yield replace(mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact="its codes of abs_max")
     six = of_format(
-        NVFP4, "nvfp4-fouroversix-6", tensor_rule="fouroversix", block_rule="fouroversix", sign="negative", nan_code=0xB,
-        amax_nan="propagate", source=f"{_SOURCE} quantize_to_nvfp4", exact="its codes of static_6",
+        NVFP4, "nvfp4-fouroversix-6", tensor_rule="fouroversix", block_rule="fouroversix", decode_rule="fouroversix",
+        sign="negative", nan_code=0xB, amax_nan="propagate", source=f"{_SOURCE} quantize_to_nvfp4", exact="its codes of static_6",
     )  # fmt: skip
     yield six
     yield replace(six, id="nvfp4-fouroversix-6-2d", block=(16, 16))

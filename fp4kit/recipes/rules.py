@@ -136,6 +136,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
     "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
     "auto_round": DecodeRule(("E4M3",)),
+    "fouroversix": DecodeRule(("E4M3",), needs_amax=True),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
     "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),

@@ -99,7 +99,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved by a power of two where |b| is below 2^-126 or above 2^126."""
+    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved where |b| < 2^-126 (2^24) or |b| > 2^126 (2^-2)."""
     size = np.abs(b)
     moved = np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
     return (a * moved) * reciprocal_approx_ftz(b * moved)
@@ -108,8 +108,8 @@ def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """float32 a * b + c, rounded once.
 
-    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits for
-    the second rounding to be the only one that counts.
+    The product is exact in float64. A sum rounded to odd there, whose last bit says that something was cut off, has enough bits
+    for the second rounding to be the only one that counts.
     """
     product = np.asarray(a, np.float64) * b
     total = product + c

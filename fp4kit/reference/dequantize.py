@@ -90,6 +90,11 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
 
+def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """(H(value * block_scale) * tensor_amax) / (6 * scale_max), H rounds to float16. Source: fouroversix dequantize."""
+    return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
+
+
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """H(value * H(decode_e8m0_mlx's scale)), H rounds to float16: a scale from 2^16 on is inf, one below 2^-24 is 0.
 

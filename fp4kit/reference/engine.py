@@ -32,7 +32,7 @@ from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.search import searched
-from fp4kit.reference.search_amaxes import search_amaxes
+from fp4kit.reference.search_call import search_call
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
@@ -105,19 +105,9 @@ def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
     return by.tensor_amax(call.moved, call.recipe, call.mask)
 
 
-@np.errstate(all="ignore")
 def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
-    """Block amaxes of least loss, float32 (..., M, K / 16); tensor amaxes where there are no block scales."""
-    call, r = search.call, search.call.recipe
-    if search.terms.grid is not None:
-        return search_amaxes(search, _tensor_amax(call, by), fake_quantize)
-    amaxes, out = _tensor_amax(call, by), np.zeros(scale_shape(call.moved.shape, r), np.float32)
-    if out.size:
-        matrices = stack(call.moved, r, is_per_expert(amaxes, r))
-        flat = out.reshape(len(matrices), -1, out.shape[-1])
-        for i, matrix in enumerate(matrices):
-            by.search(matrix, flat[i], part_of(amaxes, r, i, matrices.shape[:2]), search)
-    return out
+    """Block amaxes of least loss, float32 (..., M, K / block); tensor amaxes where there are no block scales."""
+    return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------------

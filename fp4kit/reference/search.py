@@ -11,6 +11,7 @@ call has. What follows is the recipe without its search, of blocks that have the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
@@ -30,11 +32,23 @@ AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
 AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
 
 
-def least_by_block(candidates: Iterable[np.ndarray], error: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Of candidates in their order, by block, the first of least error; the first of all where that is NaN."""
+def least_by_block(
+    candidates: Iterable[np.ndarray],
+    error: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    code: Callable[[np.ndarray], np.ndarray] | None = None,
+) -> np.ndarray:
+    """Of candidates in their order, by block, the first of least error; the first of all where that is NaN.
+
+    error(candidate, which): of the blocks where `which` is set, a row of them. code(candidate): scale codes, where blocks of one
+    scale have one error, so that each scale is tried once; None: each candidate is.
+    """
     chosen: np.ndarray | None = None
+    least: np.ndarray = np.zeros(0, np.float32)
+    tried = None if code is None else Tried(code)
     for candidate in candidates:
-        found = error(candidate)
+        new = np.ones(candidate.shape, bool) if tried is None else tried.news(candidate)
+        found = np.full(candidate.shape, np.inf, np.float32)
+        found[new] = error(candidate, new)
         if chosen is None:
             chosen, least = candidate, found
             continue
@@ -44,20 +58,55 @@ def least_by_block(candidates: Iterable[np.ndarray], error: Callable[[np.ndarray
     return chosen
 
 
-def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray]:
-    """The squared error of each block by its amax: float32, added as PyTorch does on a CPU."""
+class Tried:
+    """The scales of blocks that were tried."""
 
-    def error(amax: np.ndarray) -> np.ndarray:
-        difference = dequantize_tile(*quantize_tile(x, recipe, tensor, dtype, amax, None), recipe, tensor) - x
-        return sum_lanes((difference * difference).reshape(len(x), -1, recipe.block_size))
+    def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
+        self.code = code
+        self.seen: np.ndarray | None = None
+
+    def news(self, amax: np.ndarray) -> np.ndarray:
+        """Blocks that have a scale by this amax which they have not had; from now on they have."""
+        codes = self.code(amax)[..., None]
+        if self.seen is None:
+            self.seen = np.zeros((*amax.shape, 256), bool)
+        new = ~np.take_along_axis(self.seen, codes.astype(np.intp), axis=-1)
+        np.put_along_axis(self.seen, codes.astype(np.intp), True, axis=-1)
+        return new[..., 0]
+
+
+def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
+    """The squared error of blocks by their amaxes: float32, added as PyTorch does on a CPU."""
+    blocks = x.reshape(len(x), -1, recipe.block_size)
+
+    def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
+        rows = blocks[which]
+        if not len(rows):
+            return np.zeros(0, np.float32)
+        parts = TensorScale(*(np.broadcast_to(p, which.shape)[which][:, None] if p.size > 1 else p for p in tensor))
+        codes, scales = quantize_tile(rows, recipe, parts, dtype, amax[which][:, None], None)
+        difference = dequantize_tile(codes, scales, recipe, parts) - rows
+        return sum_lanes(difference * difference)
 
     return error
+
+
+def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
+    """The scale codes of amaxes, where these are all that the codes of elements depend on."""
+    name = recipe.block_rule or ""
+    if rules.BLOCK_RULES[name].reads_amax:
+        return None
+    return lambda amax: BLOCK_RULES[name].code(amax, tensor, recipe, dtype)
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """amax * factor of least squared error, the first of equals."""
-        return least_by_block((amax * np.float32(factor) for factor in factors), _squares(x, tensor, recipe, dtype))
+        return least_by_block(
+            (amax * np.float32(factor) for factor in factors),
+            _squares(x, tensor, recipe, dtype),
+            _code_of(tensor, recipe, dtype),
+        )
 
     return search
 
@@ -75,7 +124,7 @@ SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name
 
 
 @np.errstate(all="ignore")
-def search_matrix(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, hadamard: int | None, out: np.ndarray) -> None:
+def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
     """The chosen block amaxes of x (M, K) into out (M, K / block), tile by tile. amax: of the tensor, as for quantize_matrix."""
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
@@ -86,11 +135,19 @@ def search_matrix(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None, hadama
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """The call with the block amaxes that its recipe's search chooses; as it is where there is none. amax: of the tensor."""
-    r = call.recipe
-    if not r.search or not call.x.size:
+    if not call.recipe.search or not call.x.size:
         return call
-    x = stack(call.moved, r, is_per_expert(amax, r))
-    chosen = np.empty((*x.shape[:2], x.shape[2] // r.block_size), np.float32)
-    for i, matrix in enumerate(x):
-        search_matrix(matrix, r, part_of(amax, r, i, x.shape[:2]), call.mask, chosen[i])
-    return call._replace(block_amax=chosen.reshape(scale_shape(call.moved.shape, r)))
+    search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
+    return call._replace(block_amax=chosen_amaxes(call, amax, search))
+
+
+def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
+    """What search(matrix, out, amax of its tensor) finds for the matrices of a call: float32 (..., M, K / block)."""
+    r = call.recipe
+    chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)
+    if chosen.size:
+        x = stack(call.moved, r, is_per_expert(amax, r))
+        parts = chosen.reshape(len(x), -1, chosen.shape[-1])
+        for i, matrix in enumerate(x):
+            search(matrix, parts[i], part_of(amax, r, i, x.shape[:2]))
+    return chosen

@@ -21,6 +21,7 @@ SIXTH = ONE / np.float32(6)
 CHUNK = 1 << 18  # elements at a time
 
 
+@np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
     """For each block of x (M, K) the amax, of the 126 that give an E4M3 scale, whose loss is least, the first of equals.
 
@@ -65,7 +66,7 @@ def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1 where that is 0."""
+    """What elements are divided by: candidate * fp32(1 / 6), with a Hessian through E4M3 under the tensor's scale; 1 for 0."""
     scales = candidates * SIXTH
     if terms.hessian is not None:
         scales = _through_e4m3(scales, amax * np.float32(448 / r.scale_max) * SIXTH)
@@ -73,7 +74,7 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """E4M3 values of scales under 448 / top, 448 where top is at most 2^-24. Source: Model-Optimizer fake_e4m3fy, its CUDA extension."""
+    """E4M3 values of scales under 448 / top, 448 where top is at most 2^-24. Source: Model-Optimizer fake_e4m3fy (CUDA)."""
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
     return decode(codes, E4M3) * (ONE / factor)

@@ -9,6 +9,9 @@
 constexpr i64 kWidth = 2048;              // elements of a row that are encoded together, at most
 constexpr i64 kMostBlocks = kWidth / 16;  // and their blocks
 
+// Elements that loops take together, as many as divide a block: 16 or 32.
+static i64 grain_of(i64 block) { return block == 16 ? 16 : 32; }
+
 // Magnitudes as integers of the largest element of each of `count` blocks of kBlock elements.
 template <class In, int kBlock>
 static void magnitudes(const void* elements, i64 count, u32* out) {
@@ -29,6 +32,14 @@ template <class R, class In>
 static void scale_blocks(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes, float* __restrict factors) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
   for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
+}
+
+// The factor of each block for each of its elements, which are `grains` times kGrain: a length that is known is one store, or two.
+template <int kGrain>
+static void spread_blocks(const float* __restrict by_block, i64 count, i64 grains, float* __restrict factors) {
+  for (i64 b = 0; b < count; ++b)
+    for (i64 g = 0; g < grains; ++g, factors += kGrain)
+      for (int i = 0; i < kGrain; ++i) factors[i] = by_block[b];
 }
 
 // What an element of E is encoded from.

@@ -58,13 +58,13 @@ struct Encoder {
   }
 
   // A factor for each element of blocks, false where one is of no use.
-  bool spread(const float* by_block, i64 count, float* factors) const {
+  bool spread(float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
     for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(!element.by_zero & (by_block[b] == 0.0f));
-    for (i64 b = 0; b < count; ++b) {
-      const float factor = element.flushes ? flush(by_block[b]) : by_block[b];
-      for (i64 i = 0; i < call.block; ++i) factors[b * call.block + i] = factor;
-    }
+    if (element.flushes)
+      for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
+    const i64 grain = grain_of(call.block);
+    (grain == 16 ? spread_blocks<16> : spread_blocks<32>)(by_block, count, call.block / grain, factors);
     return bad == 0;
   }
 

@@ -1,7 +1,7 @@
 // Elements as they lie in memory: their magnitudes as integers, which grow with them, and as float32; float32 rounded to them and narrowed.
 #pragma once
 
-#include "host.h"
+#include "bytes.h"
 
 template <class In>
 struct Input;
@@ -45,45 +45,24 @@ struct Source {
   i64 rows, columns, row_step, column_step, hadamard;
 };
 
-constexpr i64 kTile = 32;  // rows of a strided matrix that are read together: a cache line of 16-bit elements
-
-// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows of `width`, tile by tile.
+// Copies rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows of `width`. Where columns are
+// contiguous, as many rows are read together as lie in a line of the cache: 64 bytes, which rows of 16 bytes are transposed from.
 template <class Bits>
 static void gather(const Source& x, i64 row, i64 rows, i64 column, i64 columns, i64 width, Bits* out) {
+  constexpr i64 kTile = 64 / sizeof(Bits), kStep = kSide<Bits>;
   const Bits* first = static_cast<const Bits*>(x.data) + row * x.row_step + column * x.column_step;
+  if (x.column_step == 1) {
+    for (i64 i = 0; i < rows; ++i) std::memcpy(out + i * width, first + i * x.row_step, columns * sizeof(Bits));
+    return;
+  }
   for (i64 i = 0; i < rows; i += kTile) {
-    const i64 high = rows - i < kTile ? rows - i : kTile;
-    for (i64 j = 0; j < columns; ++j) {
-      const Bits* from = first + i * x.row_step + j * x.column_step;
-      for (i64 k = 0; k < high; ++k) out[(i + k) * width + j] = from[k * x.row_step];
-    }
-  }
-}
-
-// 16 elements to their randomized Hadamard transform, as reference/hadamard.py has it; all NaN if one is not finite.
-template <class In>
-static void hadamard_block(typename Input<In>::Bits* x, u32 mask) {
-  using Bits = typename Input<In>::Bits;
-  double y[16];
-  bool finite = true;
-  for (int i = 0; i < 16; ++i) {
-    const double value = static_cast<double>(Input<In>::value(x[i]));
-    finite &= (x[i] & Input<In>::kMagnitude) < Input<In>::kInfinity;
-    y[i] = mask >> i & 1u ? -value : value;
-  }
-  for (int distance = 1; distance < 16; distance *= 2)
-    for (int i = 0; i < 16; ++i)
-      if (!(i & distance)) {
-        const double low = y[i], high = y[i + distance];
-        y[i] = low + high;
-        y[i + distance] = low - high;
-      }
-  for (int i = 0; i < 16; ++i) {
-    const float value = round_double_to<In>(y[i] / 4);
-    if constexpr (sizeof(Bits) == 4) {
-      x[i] = finite ? bits_of(value) : Input<In>::kMagnitude;
-    } else {
-      x[i] = finite ? In::narrow(value) : Input<In>::kMagnitude;
+    const i64 high = minimum(rows - i, kTile), squares = x.row_step == 1 ? high / kStep * kStep : 0;
+    for (i64 j = 0; j < columns; j += kStep) {
+      const i64 wide = minimum(columns - j, kStep), done = wide == kStep ? squares : 0;
+      for (i64 k = 0; k < done; k += kStep)
+        transpose_square(first + i + k + j * x.column_step, x.column_step, out + (i + k) * width + j, width);
+      for (i64 l = j; l < j + wide; ++l)
+        for (i64 k = done; k < high; ++k) out[(i + k) * width + l] = first[(i + k) * x.row_step + l * x.column_step];
     }
   }
 }

@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <fenv.h>
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <atomic>
 #include <condition_variable>
@@ -22,6 +25,7 @@ struct Pool {
   void* context = nullptr;
   std::atomic<uint64_t> round{0};
   std::atomic<int> running{0};         // threads that still take part
+  std::atomic<int> place{0};           // the processor that the owner began a round on
   int wanted = 0, taken = 0, size = 0;  // threads that a round wants, that took part, that exist
 };
 
@@ -41,6 +45,15 @@ void wait_briefly(Condition is_met) {
   }
 }
 
+// The processor that this thread is on; -1 where the system does not tell.
+int processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
 void serve(Pool* p) {
   fesetenv(FE_DFL_ENV);  // a thread begins with the environment of the one that made it
   std::unique_lock<std::mutex> lock(p->mutex);
@@ -53,7 +66,8 @@ void serve(Pool* p) {
     lock.lock();
     if (--p->running == 0) p->done.notify_one();
     lock.unlock();
-    wait_briefly([&] { return p->round != seen; });
+    const int place = processor();
+    if (place < 0 || place != p->place) wait_briefly([&] { return p->round != seen; });  // not where the owner waits for a turn
     lock.lock();
   }
 }
@@ -87,6 +101,7 @@ void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* c
     p.next = 0;
     p.taken = 0;
     p.wanted = p.running = helpers < p.size ? helpers : p.size;
+    p.place = processor();
     ++p.round;
   }
   p.wake.notify_all();

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "encode.h"
+#include "hadamard.h"
 #include "pool.h"
 
 namespace {
@@ -52,22 +53,23 @@ View<Bits> view(const Source& x, const Part& part) {
     return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
   Bits* copy = scratch<Bits>(part.rows * part.columns);
   gather<Bits>(x, part.row, part.rows, part.column, part.columns, part.columns, copy);
-  if (x.hadamard >= 0)
-    for (i64 i = 0; i < part.rows * part.columns; i += 16) hadamard_block<In>(copy + i, static_cast<u32>(x.hadamard));
+  if (x.hadamard >= 0) hadamard_runs<In>(copy, part.rows * part.columns / 16, static_cast<u32>(x.hadamard));
   return {copy, part.columns};
 }
 
-// Magnitudes of the blocks of some rows that share theirs, as integers; grain: 16 or 32 elements, which divide a block.
+// Magnitudes of the blocks of some rows that share theirs, as integers.
 template <class In, class Bits>
 void block_magnitudes(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
-  const i64 grain = block == 16 ? 16 : 32, per_block = block / grain, grains = blocks * per_block;
+  const i64 grain = grain_of(block), per_block = block / grain, grains = blocks * per_block;
   const auto measure = grain == 16 ? magnitudes<In, 16> : magnitudes<In, 32>;
-  u32 most[kMostBlocks], row[kMostBlocks];
+  u32 parts[kMostBlocks], row[kMostBlocks];
+  u32* most = per_block == 1 ? out : parts;
   measure(x.data, grains, most);
   for (i64 i = 1; i < rows; ++i) {
     measure(x.data + i * x.step, grains, row);
     for (i64 g = 0; g < grains; ++g) most[g] = row[g] > most[g] ? row[g] : most[g];
   }
+  if (per_block == 1) return;
   for (i64 b = 0; b < blocks; ++b) {
     u32 largest = most[b * per_block];
     for (i64 g = 1; g < per_block; ++g) largest = maximum(largest, most[b * per_block + g]);

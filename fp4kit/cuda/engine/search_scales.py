@@ -32,7 +32,8 @@ def search_scales(search: Search) -> Any:
     call, r = search.call, search.call.recipe
     check_swept(search)
     if r.block_rows > 1:
-        raise Declined(f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has; compute on the CPU with cupy.asnumpy(x)")
+        what = f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has"
+        raise Declined(f"{what}; compute on the CPU with cupy.asnumpy(x)")
     cupy = interop.cupy()
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
@@ -64,10 +65,13 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
 
 
 def searched(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; as it is without a search.
+    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; else as it is.
 
-    What no kernel searches stays as it is, too, and is declined as any other recipe that no way takes.
+    Block amaxes that the caller gives are taken by that recipe as well. What no kernel searches stays as it is, and is declined
+    as any other recipe that no way takes.
     """
+    if call.block_amax is not None and not call.recipe.static:
+        return call._replace(recipe=_taking(call.recipe))
     if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
         return call
     with interop.making_current(call.x.device.id):

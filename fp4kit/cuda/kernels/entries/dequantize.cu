@@ -37,7 +37,7 @@ struct Place {
 
 // What the codes of a run are worth, times their scale.
 template <class R, class Out>
-FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, float scale) {
+FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = Runs<R, Out>::kRun;
   if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 && FP4KIT_FAST_BF16X2) {
     Run<Out, kRun> run;
@@ -64,7 +64,7 @@ FP4KIT_DEVICE u32 code_at(const Arguments& a, i64 at) {
 
 // One element at a time, for the end of a row.
 template <class R, class Out>
-FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, float scale) {
+FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
     const u32 code = code_at<R, Out>(a, first + i);
     static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
@@ -132,7 +132,8 @@ template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
   using Way = Runs<R, Out>;
   constexpr int kRun = Way::kRun;
-  __shared__ float table[Way::kTable ? 256 : 1];
+  using Scale = typename R::DecodeRule::Scale;
+  __shared__ Scale table[Way::kTable ? 256 : 1];
   const i64 columns = Way::kFlat ? a.rows * a.columns : a.columns;
   const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun), runs = Way::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
@@ -174,7 +175,7 @@ FP4KIT_DEVICE void dequantize(const Arguments& a, Grid grid) {
         decode_product_run<R, Out>(a, row * columns + column, count, scale_codes[k], index);
         continue;
       }
-      const float scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
+      const Scale scale = Way::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
       const i64 first = row * columns + column;
       if (even && column + kRun <= columns) {
         const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);

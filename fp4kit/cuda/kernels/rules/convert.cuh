@@ -179,11 +179,16 @@ struct Bfloat16 {
 template <class T>
 FP4KIT_DEVICE float round_to(float x) { return T::widen(T::narrow(x)); }
 
-// A double rounded once to a type, as float32. By way of a float32 rounded to odd, whose 24 bits are enough for 8 and 11.
+// A double rounded to float32 to odd, whose 24 bits are enough to be rounded to 8 and 11 as the double would be.
+FP4KIT_DEVICE float round_to_odd(double x) {
+  const float near = narrow_rz(x);
+  return float_of(bits_of(near) | (static_cast<double>(near) != x));
+}
+
+// A double rounded once to a type, as float32.
 template <class T>
 FP4KIT_DEVICE float round_double_to(double x) {
   if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);
-  const float near = narrow_rz(x);
-  return round_to<T>(float_of(bits_of(near) | (static_cast<double>(near) != x)));
+  return round_to<T>(round_to_odd(x));
 }
 

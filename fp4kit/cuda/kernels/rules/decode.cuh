@@ -1,5 +1,6 @@
 // Decode rules, as reference/dequantize.py names them: value * what the block's scales say.
-//   scale<R>(code, tensor)  of a block scale's code: what apply takes
+//   scale<R>(code, tensor)  of a block scale's code: a Scale, what apply takes
+//   plain(scale)            the Scale under which apply gives value * scale, of rules that need an amax and have block scales
 //   apply(value, scale)     the value of an element whose code means `value`
 //   apply_pair              the same for two bfloat16 values, under scales that are powers of two
 //   kNeedsAmax              whether a tensor's amax or encode scale is read, or its decode scale alone
@@ -9,6 +10,8 @@
 
 struct decode_product {
   static constexpr bool kNeedsAmax = false;
+  using Scale = float;
+  FP4KIT_DEVICE Scale plain(float scale) { return scale; }
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * t.decode; }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
@@ -16,6 +19,7 @@ struct decode_product {
 };
 struct decode_tensor {  // decode_product without block scales
   static constexpr bool kNeedsAmax = false;
+  using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.decode; }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
@@ -34,6 +38,21 @@ struct decode_vllm_cuda : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode_scale<R>(code) * rcp_approx_ftz(t.encode); }
+};
+struct ScaleOfAmax {  // amax is negative where none is known
+  float scale, amax, range;
+};
+FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) { return is_finite(s.scale) && is_finite(s.amax); }
+
+struct decode_fouroversix {
+  static constexpr bool kNeedsAmax = true;
+  using Scale = ScaleOfAmax;
+  FP4KIT_DEVICE Scale plain(float scale) { return {scale, -1.0f, 1.0f}; }
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) { return {decode_scale<R>(code), t.amax, full_range<R>()}; }
+  FP4KIT_DEVICE float apply(float value, Scale s) {
+    return s.amax < 0.0f ? value * s.scale : round_to<Float16>(value * s.scale) * s.amax / s.range;
+  }
 };
 struct decode_auto_round : decode_product {
   template <class R>
@@ -87,6 +106,7 @@ struct decode_e8m0_float16 : decode_product {
 };
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true;
+  using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? -1.0f : t.encode; }  // no scale is negative
   FP4KIT_DEVICE float apply(float value, float scale) { return scale < 0.0f ? 0.0f : value / scale; }

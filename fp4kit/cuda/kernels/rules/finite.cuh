@@ -147,7 +147,7 @@ FP4KIT_DEVICE float round_magnitude(float a) {
 
 // The values that a run's codes have, as the decode rule makes them of a block's scale.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, float scale, float (&values)[kRun]) {
+FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale, float (&values)[kRun]) {
 #pragma unroll
   for (int i = 0; i < kRun; ++i) {
     const float y = scaled_finite<R, In>(element(run, i), f);

@@ -95,9 +95,9 @@ FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
 // What R's decode rule makes of a block scale's code, or under an unknown amax decode_product; the rule's apply fits both where R has
 // block scales.
 template <class R>
-FP4KIT_DEVICE float stored_scale(u32 code, TensorScale t) {
+FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
-    if (t.amax < 0.0f) return decode_product::scale<R>(code, t);
+    if (t.amax < 0.0f) return R::DecodeRule::plain(decode_product::scale<R>(code, t));
   return R::DecodeRule::template scale<R>(code, t);
 }
 

@@ -73,7 +73,7 @@ FP4KIT_DEVICE u32 random_byte(const Arguments& a, i64 index) {
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const Arguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>], u32 scale_code, TensorScale t) {
   if constexpr (R::kFake) {
-    const float scale = R::DecodeRule::template scale<R>(scale_code, t);
+    const auto scale = R::DecodeRule::template scale<R>(scale_code, t);
     float values[kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = exact_value<R>(code_in<R>(words, i), scale);
@@ -121,7 +121,7 @@ FP4KIT_DEVICE void store_finite(const Arguments& a, i64 first, const Run<In, kRu
 // Without block scales: quantize `count` elements at x, of any values, numbers `first` and on.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const Arguments& a, i64 first, int count, const typename In::Bits* x, Factor f, TensorScale t) {
-  const float scale = R::DecodeRule::template scale<R>(0u, t);
+  const auto scale = R::DecodeRule::template scale<R>(0u, t);
   u32 low = 0u;
 #pragma unroll 1
   for (int j = 0; j < count; ++j) {

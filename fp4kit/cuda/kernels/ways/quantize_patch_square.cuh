@@ -26,7 +26,7 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const Spot& s, int insi
 // A patch of a square block rounded to the values of its codes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const Spot& s, const Run<In, P::kSpan> (&x)[P::kHigh], bool is_short, Factor f,
-                               float scale) {
+                               typename R::DecodeRule::Scale scale) {
   const typename In::Bits* from = first_element<In>(a, s);
   typename In::Bits* y = static_cast<typename In::Bits*>(a.values) + (from - static_cast<const typename In::Bits*>(a.x));
   if (is_short) {

@@ -1,0 +1,84 @@
+// Sixteen bytes at a time: look-up in a table of as many, and the interleaving of two; small matrices transposed by it.
+#pragma once
+
+#include "host.h"
+
+#if defined(__SSSE3__)
+#include <tmmintrin.h>
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Sixteen bytes, and the look-up of sixteen in a table of as many.
+#if defined(__SSSE3__)
+#define FP4KIT_HAS_LOOK_UP 1
+using Bytes = __m128i;
+static __forceinline__ Bytes load(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+static __forceinline__ void store(u8* to, Bytes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return _mm_shuffle_epi8(table, index); }
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
+static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) { return _mm_unpacklo_epi16(a, b); }
+static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) { return _mm_unpackhi_epi16(a, b); }
+static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) { return _mm_unpacklo_epi32(a, b); }
+static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) { return _mm_unpackhi_epi32(a, b); }
+// Sixteen nibbles of eight bytes, the low one of each first.
+static __forceinline__ Bytes nibbles(const u8* from) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+}
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define FP4KIT_HAS_LOOK_UP 1
+using Bytes = uint8x16_t;
+static __forceinline__ Bytes load(const u8* from) { return vld1q_u8(from); }
+static __forceinline__ void store(u8* to, Bytes x) { vst1q_u8(to, x); }
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
+static __forceinline__ Bytes pairs(uint16x8_t x) { return vreinterpretq_u8_u16(x); }
+static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) {
+  return pairs(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) {
+  return pairs(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+static __forceinline__ Bytes nibbles(const u8* from) {
+  const uint8x8_t bytes = vld1_u8(from);
+  return vcombine_u8(vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)),
+                     vzip2_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)));
+}
+#else
+#define FP4KIT_HAS_LOOK_UP 0
+#endif
+
+// Rows and columns of a square that transpose_square takes: rows of sixteen bytes.
+template <class Bits>
+constexpr int kSide = 16 / sizeof(Bits);
+
+// A square of elements of 2 or 4 bytes: element (i, j) at from[i * from_step + j] to to[j * to_step + i].
+template <class Bits>
+static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
+  constexpr int kRows = kSide<Bits>;
+#if FP4KIT_HAS_LOOK_UP
+  Bytes a[kRows], b[kRows];
+  for (int i = 0; i < kRows; ++i) a[i] = load(reinterpret_cast<const u8*>(from + i * from_step));
+  for (int round = 1; round < kRows; round *= 2) {  // row i and row i + half interleaved are rows 2 i and 2 i + 1
+    for (int i = 0; i < kRows / 2; ++i) {
+      const Bytes one = a[i], other = a[i + kRows / 2];
+      b[2 * i] = sizeof(Bits) == 2 ? zip_pairs_low(one, other) : zip_fours_low(one, other);
+      b[2 * i + 1] = sizeof(Bits) == 2 ? zip_pairs_high(one, other) : zip_fours_high(one, other);
+    }
+    for (int i = 0; i < kRows; ++i) a[i] = b[i];
+  }
+  for (int i = 0; i < kRows; ++i) store(reinterpret_cast<u8*>(to + i * to_step), a[i]);
+#else
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kRows; ++j) to[j * to_step + i] = from[i * from_step + j];
+#endif
+}

@@ -1,0 +1,64 @@
+// The randomized Hadamard transform of runs of 16 elements, as reference/hadamard.py has it.
+#pragma once
+
+#include "input.h"
+
+constexpr int kLanes = 16;  // runs that are transformed together, element by element: loops over runs become vectors
+
+// A double rounded once, of no NaN.
+template <class In>
+static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
+  if constexpr (sizeof(typename Input<In>::Bits) == 4) return bits_of(static_cast<float>(x));
+  else return Input<In>::narrow(round_to_odd(x));
+}
+
+static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
+  for (int run = 0; run < kLanes; ++run) {
+    const double low = a[run], high = b[run];
+    a[run] = low + high;
+    b[run] = low - high;
+  }
+}
+
+// kLanes runs by element, x[i][run], to their transforms; to all NaN where one element is not finite. Bit i of mask: element i's sign.
+template <class In, class Bits>
+static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
+  alignas(64) double y[16][kLanes];
+  Bits most[kLanes] = {};
+  for (int i = 0; i < 16; ++i) {
+    const double sign = mask >> i & 1u ? -1.0 : 1.0;
+    for (int run = 0; run < kLanes; ++run) {
+      const Bits bits = x[i][run], magnitude = bits & Input<In>::kMagnitude;
+      most[run] = magnitude > most[run] ? magnitude : most[run];
+      y[i][run] = static_cast<double>(Input<In>::value(bits)) * sign;
+    }
+  }
+  for (int distance = 1; distance < 16; distance *= 2)
+    for (int i = 0; i < 16; ++i)
+      if (!(i & distance)) sum_and_difference(y[i], y[i + distance]);
+  for (int i = 0; i < 16; ++i)
+    for (int run = 0; run < kLanes; ++run) {
+      const Bits value = narrow_double<In>(y[i][run] * 0.25);
+      x[i][run] = most[run] < Input<In>::kInfinity ? value : Input<In>::kMagnitude;
+    }
+}
+
+template <class Bits>
+static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
+  for (int i = 0; i < 16; i += kSide<Bits>)
+    for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
+}
+
+// Runs of 16 elements, one after another, to their transforms.
+template <class In, class Bits>
+static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
+  for (i64 first = 0; first < runs; first += kLanes) {
+    alignas(64) Bits by_run[16][kLanes] = {}, by_element[16][kLanes];
+    const size_t bytes = static_cast<size_t>(minimum<i64>(runs - first, kLanes)) * 16 * sizeof(Bits);
+    std::memcpy(by_run, x + first * 16, bytes);
+    transpose_lanes(by_run, by_element);
+    hadamard_lanes<In>(by_element, mask);
+    transpose_lanes(by_element, by_run);
+    std::memcpy(x + first * 16, by_run, bytes);
+  }
+}

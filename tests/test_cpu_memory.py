@@ -1,0 +1,99 @@
+"""Memory of large results is that of one that is gone, and of none that is there."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from inputs import BF16, ordinary
+
+import fp4kit
+from fp4kit.cpu import memory, native
+
+pytestmark = pytest.mark.skipif(native.library().functions is None, reason="the compiled engine is not there")
+F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    """Results of any size are kept, and none is yet."""
+    monkeypatch.setattr(memory, "LEAST", 1)
+    memory._kept.clear()
+    yield
+    memory._kept.clear()
+
+
+def address(a):
+    return a.__array_interface__["data"][0]
+
+
+def test_memory_of_a_result_that_is_gone_serves_the_next_one():
+    first = memory.empty((8, 4), F32)
+    at = address(first)
+    other = memory.empty((8, 4), F32)
+    assert address(other) != at and at % memory.HUGE_PAGE == 0 and not memory._kept
+    del first
+    third = memory.empty((4, 4, 4), BF16)
+    assert address(third) == at and third.shape == (4, 4, 4) and third.dtype == BF16 and third.flags.writeable
+    third[...] = 1
+    other[...] = 2
+    assert (third == 1).all() and (other == 2).all()
+
+
+HOLDERS = {
+    "a view": lambda y: y[1:, ::2],
+    "its base": lambda y: y.base,
+    "a memoryview": memoryview,
+    "DLPack": np.from_dlpack,
+    "another dtype": lambda y: y.reshape(-1).view(np.uint8),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
+def test_what_is_held_is_not_given_away(hold):
+    first = memory.empty((8, 4), F32)
+    first[...] = 3
+    held = hold(first)
+    del first
+    before = np.array(held)
+    other = memory.empty((8, 4), F32)
+    other[...] = 5
+    assert not memory._kept and np.array(held).tobytes() == before.tobytes()
+    del other, held
+    assert len(memory._kept) == 1
+
+
+def test_one_piece_is_kept_and_no_large_one():
+    def kept_after(*rows):
+        arrays = [memory.empty((n, 16), F32) for n in rows]
+        while arrays:
+            arrays.pop()
+        return [piece.nbytes for piece in memory._kept]
+
+    assert kept_after(16, 8, 4) == [16 * 64]  # that of the last one to go
+    assert kept_after(9) == [16 * 64]
+    assert kept_after(7) == [7 * 64]  # more than half of the piece would have been idle
+    assert memory.empty((memory.MOST + 1,), U8).flags.owndata and kept_after() == [7 * 64]
+
+
+def test_calls_of_many_threads(monkeypatch):
+    """Each has its own result, whoever drops one meanwhile."""
+    monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1 << 10)
+    wrong = []
+
+    def repeat(seed):
+        x = ordinary(seed, (32, 128), BF16)
+        with fp4kit.specification():
+            expected = fp4kit.fake_quantize(x, "nvfp4-te")
+        q = fp4kit.quantize(x, "nvfp4-te")
+        for _ in range(150):
+            y, z = fp4kit.dequantize(q), fp4kit.fake_quantize(x, "nvfp4-te")
+            wrong.extend([seed] * (y.tobytes() != expected.tobytes() or z.tobytes() != expected.tobytes()))
+
+    threads = [threading.Thread(target=repeat, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(memory._kept) == 1
