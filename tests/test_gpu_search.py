@@ -110,3 +110,21 @@ def test_recipe_equals_its_two_steps() -> None:
     assert (amax == fp4kit.search_scales(x, STATIC)).all()
     one, two = fp4kit.quantize(x, MSE), fp4kit.quantize(x, STATIC, block_amax=amax)
     assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()
+
+
+def test_other_objectives_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel searches by another objective than 'mse'; "):
+        fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="mae")
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even"])
+def test_powers_of_two_are_searched_on_the_cpu_and_taken_on_the_gpu(recipe) -> None:
+    x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1)
+    with pytest.raises(NotImplementedError, match=f"^search_scales: {recipe} has E8M0 scales, which no CUDA kernel searches; "):
+        fp4kit.search_scales(cupy.asarray(x), recipe)
+    found = fp4kit.search_scales(x, recipe)
+    ours = fp4kit.quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
+    theirs = fp4kit.quantize(x, recipe, block_amax=found)
+    assert differing(ours.packed, theirs.packed) == 0 and differing(ours.block_scale, theirs.block_scale) == 0
+    values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
+    assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found)) == 0

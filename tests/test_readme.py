@@ -65,4 +65,4 @@ def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
 
 
 def test_all_examples_are_found() -> None:
-    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 4
+    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 5

@@ -15,7 +15,7 @@ from fp4kit.evidence.agreement import COLUMNS, agreement_rows
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("checkpoints", "processors", "recipes")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("checkpoints", "processors", "recipes", "scale-search")))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
@@ -69,6 +69,14 @@ def cpu() -> str:
     return cpu_report.summary(json.loads((RESULTS / "cpu.json").read_text()))
 
 
+def scale_search() -> str:
+    """What a search of scales gains on the demo model."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import scale_search_report
+
+    return scale_search_report.summary(json.loads((RESULTS / "scale-search.json").read_text()))
+
+
 def loaders() -> str:
     """Which engine loads which container."""
     return support.markdown()
@@ -79,7 +87,7 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-PARTS = {one.__name__: one for one in (families, equals, recipes, agreement, performance, cpu, loaders, uncovered)}
+PARTS = {one.__name__: one for one in (families, equals, recipes, agreement, performance, cpu, scale_search, loaders, uncovered)}
 
 
 def with_output(text: str) -> str:

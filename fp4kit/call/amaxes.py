@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.arithmetic import ieee
 from fp4kit.call.outline import Outline
-from fp4kit.formats import FLOATS
+from fp4kit.formats import E8M0, FLOATS
 from fp4kit.parts import fitting_shape, scale_shape
 from fp4kit.recipes import Recipe
 
@@ -109,6 +109,15 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
+SINGLE = ("quantize", "fake_quantize")  # what takes block amaxes for E8M0 scales; grouped kernels read those of static recipes
+
+
+def has_given_powers(r: Recipe) -> bool:
+    """Whether a recipe takes block amaxes for its scales, E8M0, of blocks of one row: search_scales finds such ones."""
+    own = r.fake_only or r.fake_rule or r.search or r.four_over_six
+    return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not own
+
+
 def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """The calibrated block amaxes of a call, float32 (..., K/block), where its arrays are; None where they are not given.
 
@@ -116,7 +125,7 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     """
     if given is None:
         return None
-    if not recipe.static:
+    if not recipe.static and not (has_given_powers(recipe) and op in SINGLE):
         raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
     wanted = scale_shape(moved_shape, recipe)
     if on_device:

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fp4kit.arguments import as_index
-from fp4kit.call.amaxes import as_real
+from fp4kit.call.amaxes import as_real, has_given_powers
 from fp4kit.call.check import check_has_codes
-from fp4kit.call.parse import Call, array_call, with_amaxes
-from fp4kit.formats import E2M1, E4M3
+from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
+from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
 WIDEST = 126  # codes beside one that all candidates are among
 RUN = 16  # elements of a row of a block
+POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
+GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
+MOST = 10000
+HIGHEST = 16  # of powers: float32 sums of higher ones leave its range
+_POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax, both
-    ends included, None for all."""
+    """What is searched: float32 weights (K,) or a Hessian (K/16, 16, 16), where x is; offsets: codes beside that of the amax,
+    both ends included, None for all. power: of the differences in the loss, 2 for squares, infinity for the largest. grid: start,
+    stop and step of the multiples of the amax that are tried where there are no block scales; None where there are.
+    """
 
     weights: Any = None
     hessian: Any = None
     offsets: tuple[int, int] | None = None
+    power: float = 2.0
+    grid: tuple[float, float, float] | None = None
 
 
 PLAIN = Terms()
+
+
+class Wanted(NamedTuple):
+    """What the caller asks for."""
+
+    objective: Any
+    weights: Any
+    hessian: Any
+    candidates: Any
 
 
 class Search(NamedTuple):
@@ -36,31 +55,100 @@ class Search(NamedTuple):
     call: Call
     terms: Terms = PLAIN
 
+    @property
+    def has_powers(self) -> bool:
+        """Whether block scales are powers of two."""
+        return self.call.recipe.scale == E8M0
 
-def search_call(
-    op: str, x: Any, recipe: str | Recipe, axis: int, *, tensor_amax: Any, weights: Any, hessian: Any, candidates: Any
-) -> Search:
-    """A call that finds block amaxes."""
-    check_searched(op, recipe_of(op, recipe))
-    offsets = _offsets(op, candidates)
+
+def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
+    """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
+    r, offsets, grid = recipe_of(op, recipe), None, None
+    objective, weights, hessian, candidates = wanted
+    if _has_grid(r):
+        grid = _grid(op, candidates)
+        _check_no_hessian(op, hessian, r)
+    else:
+        if has_given_powers(r):
+            _check_no_hessian(op, hessian, r)
+        else:
+            check_searched(op, r)
+        offsets = _offsets(op, candidates)
+    power = power_of(op, objective)
+    if hessian is not None and power != 2:
+        raise ValueError(f"{op}: objective is {objective!r} beside a hessian, whose loss is of squares; needs 'mse', or weights")
     call, given = array_call(op, x, recipe, axis, tensor_amax=tensor_amax, weights=weights, hessian=hessian)
     call = with_amaxes(call, given["tensor_amax"], None)
     if weights is not None and hessian is not None:
-        raise ValueError(f"{op}: weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal")
+        why = "needs one of them, since a Hessian holds the weights on its diagonal"
+        raise ValueError(f"{op}: weights and a hessian were given; {why}")
     K = call.moved.shape[-1]
     found = _float32(call, "weights", given["weights"], (K,)), _float32(call, "hessian", given["hessian"], (K // RUN, RUN, RUN))
     for name, array in zip(("weights", "hessian"), found, strict=True):
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
-    return Search(call, Terms(*found, offsets))
+    return Search(call, Terms(*found, offsets, power, grid))
+
+
+def check_swept(search: Search) -> None:
+    """Raise Declined for what is no sweep of E4M3 scales by squares, which compiled engines and GPUs alone do."""
+    if search.terms.grid is not None:
+        raise Declined(f"{search.call.recipe.id} is searched over a grid of amaxes; compute on the CPU with cupy.asnumpy(x)")
+    if search.has_powers:
+        name = search.call.recipe.id
+        raise Declined(f"{name} has E8M0 scales, which no CUDA kernel searches; compute on the CPU with cupy.asnumpy(x)")
+    if search.terms.power != 2:
+        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
+
+
+def _has_grid(r: Recipe) -> bool:
+    """Whether all scales of a recipe come from its tensor amaxes, those of the tensor, of experts or of rows."""
+    return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
+
+
+def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
+    """Start, stop and step of multiples of the amax."""
+    if isinstance(candidates, str) and candidates == "all":
+        return GRID
+    if isinstance(candidates, (tuple, list)) and len(candidates) == 3:
+        start, stop, step = (_number(op, number) for number in candidates)
+        if 0 < start <= stop < np.inf and 0 < step < np.inf and (stop - start) / step < MOST:
+            return start, stop, step
+    needed = f"three numbers (start, stop, step) with 0 < start <= stop, of at most {MOST} multiples of the amax"
+    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', which is {GRID}, or {needed}")
+
+
+def _number(op: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{op}: candidates has {value!r:.60}; needs numbers")
+    return float(value)
+
+
+def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
+    if hessian is not None:
+        raise ValueError(f"{op}: a hessian was given, and {r.id} has no blocks of 16 columns; leave it out, or give weights")
+
+
+def power_of(op: str, objective: Any) -> float:
+    """The power of differences that a loss adds: "mse", "mae", "max", or "p" and a number of at least 1."""
+    if isinstance(objective, str):
+        if objective in POWERS:
+            return POWERS[objective]
+        if _POWER.fullmatch(objective) and 1 <= float(objective[1:]) <= HIGHEST:
+            return float(objective[1:])
+    needed = f"'mse', 'mae', 'max', or 'p' and a number from 1 to {HIGHEST}, such as 'p2.4'"
+    raise ValueError(f"{op}: objective is {objective!r:.60}; needs {needed}")
 
 
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    if not ((r.static or r.search == "modelopt_sweep") and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
-        raise ValueError(f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, "
-                         "such as nvfp4-modelopt-static")  # fmt: skip
+    given = r.static or r.search == "modelopt_sweep"
+    if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+        raise ValueError(
+            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as "
+            "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+        )
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
@@ -72,7 +160,8 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
             return max(min(low, WIDEST), -WIDEST), max(min(high, WIDEST), -WIDEST)
-    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs 'all', 'near', or two ints (low, high): codes beside that of the amax")
+    needed = "'all', 'near', or two ints (low, high): codes beside that of the amax"
+    raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
@@ -93,16 +182,19 @@ _OF = {"weights": "columns", "hessian": "blocks of 16 columns"}
 def _check_weights(op: str, weights: np.ndarray) -> None:
     bad = np.count_nonzero(~(np.isfinite(weights) & (weights >= 0)))
     if bad:
-        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} that are negative, NaN or infinite; needs finite weights >= 0")
+        what = "that are negative, NaN or infinite; needs finite weights >= 0"
+        raise ValueError(f"{op}: weights holds {bad} value(s) of {weights.size} {what}")
 
 
 def _check_hessian(op: str, hessian: np.ndarray) -> None:
     if not np.isfinite(hessian).all():
-        raise ValueError(f"{op}: hessian holds {np.count_nonzero(~np.isfinite(hessian))} value(s) that are NaN or infinite; needs finite ones")
+        count = np.count_nonzero(~np.isfinite(hessian))
+        raise ValueError(f"{op}: hessian holds {count} value(s) that are NaN or infinite; needs finite ones")
     apart = np.abs(hessian - hessian.transpose(0, 2, 1)).max(axis=(1, 2), initial=0)
     bad = apart > 1e-5 * np.abs(hessian).max(axis=(1, 2), initial=0)
     if bad.any():
-        raise ValueError(f"{op}: hessian[{int(bad.argmax())}] is not symmetric (by up to {apart.max():.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
+        where, most = int(bad.argmax()), apart.max()
+        raise ValueError(f"{op}: hessian[{where}] is not symmetric (by up to {most:.3g}); pass (H + H.transpose(0, 2, 1)) / 2")
 
 
 _CHECKS = {"weights": _check_weights, "hessian": _check_hessian}

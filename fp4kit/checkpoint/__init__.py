@@ -2,6 +2,7 @@
 
 from fp4kit.checkpoint.convert import ConversionReport, Options, convert, execute
 from fp4kit.checkpoint.plan import Plan, make_plan
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.tensors import Rules, convert_tensors
 from fp4kit.storage.errors import CheckpointError
@@ -12,6 +13,7 @@ __all__ = [
     "Options",
     "Plan",
     "Rules",
+    "ScaleSearch",
     "Wishes",
     "convert",
     "convert_tensors",

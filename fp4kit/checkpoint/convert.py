@@ -23,6 +23,7 @@ from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of,
 from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.planned import jobs_of
 from fp4kit.checkpoint.reading import SLAB_BYTES
+from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
 from fp4kit.cpu.native import num_threads
@@ -60,6 +61,16 @@ class ConversionReport:
         again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
         return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
 
+    @cached_property
+    def gains(self) -> dict[str, Losses]:
+        """Layer -> errors before and after the search of its scales, of those whose scales were searched."""
+        found: dict[str, Losses] = {}
+        for one in self.done:
+            losses, name = Losses(*one.losses), one.key.rpartition("#")[0]
+            if losses.signal:
+                found[name] = found.get(name, Losses()).plus(losses)
+        return found
+
     @property
     def replaced(self) -> int:
         """NaN and infinities that were replaced."""
@@ -77,6 +88,7 @@ def convert(
     requantize: bool = False,
     nonfinite: str = "error",
     codes: str | Path | None = None,
+    search: ScaleSearch | None = None,
     options: Options | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new one.
@@ -89,7 +101,7 @@ def convert(
     """
     plan = make_plan(
         source, recipe, format=format, wishes=wishes, input_scale=input_scale, requantize=requantize, nonfinite=nonfinite,
-        codes=codes,
+        codes=codes, search=search,
     )
     return execute(plan, destination, options)
 
@@ -267,7 +279,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     config = _without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}
-    own = {"version": __version__, **({"recipe": plan.request.recorded} if plan.request.recorded else {})}
+    own: dict[str, Any] = {"version": __version__, **({"recipe": plan.request.recorded} if plan.request.recorded else {})}
+    if plan.request.search is not None:
+        own["scale_search"] = plan.request.search.words.removeprefix("searched by ")
     if plan.form.format == mlx.FORMAT:
         config["quantization"] = mlx.declaration(plan.form)
         return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}

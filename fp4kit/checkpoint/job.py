@@ -15,6 +15,7 @@ NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "copy", "quantize", "rename", "cast", "carry", "requantize", "dequantize",
 )  # fmt: skip
+SEARCHED = (QUANTIZE, REQUANTIZE, CAST)  # actions that may make new codes, whose scales can be searched
 ON_DEVICE = 32 << 20  # bytes of source elements that go to a GPU at a time
 Tick = Callable[[int], None]  # called with bytes that were read
 
@@ -71,6 +72,8 @@ class Job:
     nonfinite: str = "error"
     turned: bool = False
     device: int | None = None  # of CUDA; None: the CPU
+    search: str = ""  # of block scales: by which error
+    columns: Located | None = None  # the weights of that error
 
     @property
     def name(self) -> str:
@@ -133,9 +136,13 @@ class Measured(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf replaced."""
+    """A job that wrote its bytes: their CRC-32, of one target after the other; its action as it was; NaN and inf replaced.
+
+    losses: of a search of scales: the sums of Losses.
+    """
 
     key: str
     crc32: str
     action: str
     replaced: int = 0
+    losses: tuple[float, float, float] = (0.0, 0.0, 0.0)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from fp4kit.checkpoint.formats.container import VALUES
 from fp4kit.checkpoint.job import CARRY, CAST, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Done, Job, Measured, Sink, Target, Tick
 from fp4kit.checkpoint.reading import Readers, Slab, columns_of, not_numbers, slabs, values_of
 from fp4kit.checkpoint.rewrite import carried, cast, encoded, renamed
+from fp4kit.checkpoint.scale_search import Losses
 from fp4kit.checkpoint.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.weights import Located
 from fp4kit.storage.errors import CheckpointError, shown
@@ -65,13 +66,21 @@ def join_group(found: list[Measured]) -> Measured:
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
     with Readers(tick) as readers, _Output(job.targets) as output:
-        action, replaced = produce(job, shared, readers, output)
-        return Done(job.key, output.finish(), action, replaced)
+        made = produce(job, shared, readers, output)
+        return Done(job.key, output.finish(), *made)
 
 
-def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> tuple[str, int]:
-    """Make the bytes of a job and put them into output; returns the action as it was, and how many NaN and inf were replaced."""
-    action, replaced = job.action, 0
+class Made(NamedTuple):
+    """The action of a job as it was, how many NaN and infinities were replaced, and what a search of scales gained."""
+
+    action: str
+    replaced: int = 0
+    losses: Losses = Losses()
+
+
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
+    """Make the bytes of a job and put them into output."""
+    action, replaced, losses = job.action, 0, Losses()
     as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
         _copy(job.source, readers, output)
@@ -86,8 +95,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
-        replaced = encoded.write(job, readers, output, np.float32(shared.amax))
-    return action, replaced
+        replaced, losses = encoded.write(job, readers, output, np.float32(shared.amax))
+    return Made(action, replaced, losses)
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:

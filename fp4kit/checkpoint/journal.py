@@ -49,9 +49,10 @@ def request_facts(request: Request) -> dict[str, Any]:
     """A request as JSON has it."""
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
+    search = {} if request.search is None else {"scale_search": request.search.facts()}
     return {
         "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
-        "requantize": request.requantize, "nonfinite": request.nonfinite, **codes,
+        "requantize": request.requantize, "nonfinite": request.nonfinite, **codes, **search,
     }  # fmt: skip
 
 

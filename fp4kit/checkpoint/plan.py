@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint import auxiliary, gguf, mlx, sharing
+from fp4kit.checkpoint import auxiliary, gguf, mlx, scale_search, sharing
 from fp4kit.checkpoint.actions import actions_of
 from fp4kit.checkpoint.codes import check_alike, recorded_recipe, with_codes
 from fp4kit.checkpoint.declared import check_declared
@@ -144,6 +144,7 @@ def make_plan(
     requantize: bool = False,
     nonfinite: str = "error",
     codes: str | Path | None = None,
+    search: scale_search.ScaleSearch | None = None,
 ) -> Plan:
     """Return the plan to convert the model ``source``; reads headers and JSON only.
 
@@ -157,10 +158,12 @@ def make_plan(
     nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
     codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has none: a directory
         for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must be alike.
+    search: of each block the scale of least error instead of that of its amax: ScaleSearch.of("mse", column_weights), with
+        nvfp4-modelopt-static into modelopt or compressed-tensors.
     Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
     without its up projection, or when nothing is left to convert.
     """
-    request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite)
+    request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite, search=search)
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     check_declared(model, weights)
@@ -247,6 +250,7 @@ class _Planner:
             raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
         shards = tuple(self._shard(file) for file in self.source.files)
         _check_outputs(shards)
+        scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
         names = {file.name for file in self.source.files} | {INDEX}
         beside = auxiliary.scan(self.source.root, names)
@@ -296,7 +300,8 @@ class _Planner:
         found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
-        reason = f"{self.decisions[weight.tensor].reason}: {_WORDS[action]}{shared}"
+        words = _WORDS[action] + scale_search.words_of(self.request.search, action)
+        reason = f"{self.decisions[weight.tensor].reason}: {words}{shared}"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
     def _actions(self) -> dict[str, str]:

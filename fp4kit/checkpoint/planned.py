@@ -33,8 +33,9 @@ def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, t
         targets.append(Target(output.part, path, at + begin, count, output.dtype))
     key = f"{piece.module}#{piece.number}"
     group = (tensor.group or {}).get(piece.module, key)
-    request = plan.request
+    request, search = plan.request, plan.request.search
+    searched = () if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
     return Job(
         key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
-        request.input_scale, request.nonfinite, piece.turned, device,
+        request.input_scale, request.nonfinite, piece.turned, device, *searched,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from fp4kit.checkpoint.formats.container import INPUT_SCALE
 from fp4kit.checkpoint.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.pairs import Origin, origins
 from fp4kit.checkpoint.reading import Readers, slabs
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.checkpoint.statistics import Tally, tally, total
 from fp4kit.checkpoint.weights import Located, Weight, weights_of
 from fp4kit.recipes import Recipe
@@ -50,12 +51,17 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 @dataclass(frozen=True)
 class Settings:
-    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not known."""
+    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not known.
+
+    search: of block scales; weighted: whether it had column weights, which search has only where they are given.
+    """
 
     recipe: Recipe | None = None
     input_scale: float | None = None
     nonfinite: str = "keep"
     devices: tuple[int | None, ...] = (None,)
+    search: ScaleSearch | None = None
+    weighted: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,10 +150,14 @@ def _job(
             return None, "no recipe is recorded; say --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{recipe.id} has no place in {form}; say --recipe"
+        if settings.weighted and (settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None):
+            return None, "their scales were searched under column weights; give these with --column-weights"
+    search = settings.search
+    searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
     targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
     return Job(
         f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
-        settings.input_scale, "keep" if action == DEQUANTIZE else settings.nonfinite, stored.transposed, device,
+        settings.input_scale, "keep" if action == DEQUANTIZE else settings.nonfinite, stored.transposed, device, *searched,
     ), ""  # fmt: skip
 
 
@@ -209,10 +219,10 @@ def look(check: Check, shared: Measured | None) -> Checked:
             return Checked(check, found)
         comparison = _Comparison(readers, check.stored, check.job.targets)
         try:
-            action, _ = jobs.produce(check.job, shared or Measured(check.key), readers, comparison)
+            made = jobs.produce(check.job, shared or Measured(check.key), readers, comparison)
         except CheckpointError as error:
             return Checked(check, found, error=str(error))
-    return Checked(check, found, action, comparison.compared, comparison.differing)
+    return Checked(check, found, made.action, comparison.compared, comparison.differing)
 
 
 def _tally(check: Check, readers: Readers) -> Tally:

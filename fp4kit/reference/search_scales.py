@@ -91,11 +91,12 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
     if terms.hessian is not None:
         rows = quadratic(np.where(runs >= 0, d, -d), terms.hessian)
     else:
-        rows = squared(d, None if terms.weights is None else terms.weights.reshape(-1, r.block_size))
+        weights = None if terms.weights is None else terms.weights.reshape(-1, r.block_size)
+        rows = squared(d, weights) if terms.power == 2 else powers(np.abs(d), weights, terms.power)
     total = rows[:: r.block_rows].copy()
     for i in range(1, r.block_rows):
         more = rows[i :: r.block_rows]
-        total[: len(more)] += more
+        total[: len(more)] = joined(total[: len(more)], more, terms.power)
     return total
 
 
@@ -115,6 +116,24 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
     return folded(total)
 
 
+def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
+    """sum of weight * d^power of d >= 0 over the last axis, or its largest weight * d, in the order of squared.
+
+    The power is NumPy's of float64, rounded to float32; the product with the weight and each sum are rounded once. No producer's.
+    """
+    terms = d if power in (1, np.inf) else np.power(d.astype(np.float64), power).astype(np.float32)
+    terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)
+    total = terms[..., 1]
+    for i in (0, 2, 3):
+        total = joined(total, terms[..., i], power)
+    return folded(total, power)
+
+
+def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
+    """Losses of two parts together: their sum, or the larger one."""
+    return np.maximum(a, b) if power == np.inf else a + b
+
+
 def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
     """d^T H d over the last axis: d^T H by fma, then pairs, the second first, then folded."""
     total = np.zeros_like(d)
@@ -124,9 +143,9 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
     return folded(fma(d[..., 0::2], total[..., 0::2], pairs))
 
 
-def folded(parts: np.ndarray) -> np.ndarray:
-    """Sums over the last axis, a power of two long, as threads exchange them: its halves are added until one is left."""
+def folded(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
+    """Sums over the last axis, a power of two long, as threads exchange them: its halves are joined until one is left."""
     while parts.shape[-1] > 1:
         half = parts.shape[-1] // 2
-        parts = parts[..., :half] + parts[..., half:]
+        parts = joined(parts[..., :half], parts[..., half:], power)
     return parts[..., 0]

@@ -10,8 +10,10 @@ import numpy as np
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
+from fp4kit.checkpoint.rewrite import searched
 from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
+from fp4kit.checkpoint.scale_search import Losses
 from fp4kit.interop import cupy
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
@@ -20,21 +22,26 @@ from fp4kit.reference.scaling import tensor_scale
 from fp4kit.storage.errors import CheckpointError, shown
 
 
-def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> int:
-    """Quantize and write a weight; returns how many NaN and infinities were replaced."""
+def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
+    """Quantize and write a weight; returns how many NaN and infinities were replaced, and what a search of scales gained."""
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
-    replaced, q = 0, None
+    replaced, q, losses = 0, None, Losses()
+    weights = None if job.columns is None else readers.array(job.columns)
     for slab in slabs(readers, job.weight, job.expert, job.span, job.new_recipe.block_rows, job.slab_bytes):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
             replaced += count
-        q = _quantized(x, job, tensor_amax)
+        if job.search and amax:
+            q, more = searched.quantized(x, job, amax, weights)
+            losses = losses.plus(more)
+        else:
+            q = _quantized(x, job, tensor_amax)
         _check_scales(job, q)
         put_rows(job, output, q.packed, q.block_scale)
     if q is not None and q.tensor_scale is not None:
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
-    return replaced
+    return replaced, losses
 
 
 def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:

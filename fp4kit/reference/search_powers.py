@@ -1,0 +1,58 @@
+"""Search of E8M0 scales by their error: the exponents around the floor of the block's amax, in the recipe's own arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from fp4kit.call.search_scales import Search, Terms
+from fp4kit.formats import E8M0
+from fp4kit.recipes import Recipe
+from fp4kit.reference.blocks import block_amax, tiles
+from fp4kit.reference.dequantize import dequantize_tile
+from fp4kit.reference.quantize import quantize_tile, widen
+from fp4kit.reference.scaling import TensorScale, tensor_scale
+from fp4kit.reference.search_scales import powers, squared
+
+AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
+
+
+@np.errstate(all="ignore")
+def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
+    """For each block of x (M, K) amax * 2^j of least loss, into out: float32 (M, K / block)."""
+    r, terms = search.call.recipe, search.terms
+    tensor = tensor_scale(amax, r, x.dtype).columns(r)
+    for rows, columns in tiles(x.shape, r.block):
+        tile, blocks = widen(x[rows, columns], r, None), slice(columns.start // r.block_size, columns.stop // r.block_size)
+        weights = None if terms.weights is None else terms.weights[columns].reshape(-1, r.block_size)
+        out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
+
+
+def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
+    """The first of least loss, from the least exponent up, whose amax the rule makes a scale of that exponent; else the own."""
+    own = block_amax(x, r)
+    code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
+    best, chosen = np.full(own.shape, np.inf, np.float32), own
+    for j in _steps(own, code, r, terms):
+        candidate = np.ldexp(own, j)
+        codes, scales = quantize_tile(x, r, tensor, dtype, candidate, None)
+        d = np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size)
+        loss = squared(d, terms.weights) if terms.power == 2 else powers(d, terms.weights, terms.power)
+        better = (loss < best) & (_codes(scales) == code + j)
+        best, chosen = np.where(better, loss, best), np.where(better, candidate, chosen)
+    return chosen
+
+
+def _codes(scales: np.ndarray | None) -> np.ndarray:
+    assert scales is not None  # the recipe has E8M0 scales
+    return scales.astype(np.int32)
+
+
+def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
+    """Steps of the exponent from that of the own scale, by block: around the floor, or those that are asked for."""
+    low, high = terms.offsets or AROUND_FLOOR
+    floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias
+    base = floor - code if terms.offsets is None else np.zeros_like(code)
+    for step in range(low, high + 1):
+        yield base + step

@@ -1,0 +1,293 @@
+"""Searched block scales in the converter: the bytes, the plan, column weights, what verify, identify and compare say of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import runs
+import synthetic
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, make_plan
+from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.verify import verify
+from fp4kit.cli import main
+from fp4kit.storage.safetensors_file import read_header
+
+RECIPE = "nvfp4-modelopt-static"
+QUERY = "encoder.layer.0.attention.self.query"
+QKV = tuple(f"encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key", "value"))
+DENSE = "encoder.layer.0.intermediate.dense.weight"
+CONVERTED = (*QKV, "encoder.layer.0.attention.output.dense.weight", DENSE)
+Run = Callable[..., tuple[int, str, str]]
+
+
+def searched(source: Path, target: Path, weights: Path | None = None, **options) -> ConversionReport:
+    return convert(source, target, RECIPE, search=ScaleSearch.of("mse", weights), **options)
+
+
+def column_weights(path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None) -> Path:
+    """A file with random weights for every layer; changed: leaf of a module -> another vector, None for none."""
+    rng, found = np.random.default_rng(5), {}
+    for name in CONVERTED:
+        vector = (rng.random(tensors[name].shape[1]) ** 4).astype(np.float32)
+        given = changed.get(name.split(".")[-2], vector)
+        if given is not None:
+            found[name.removesuffix(".weight") if by_module else name] = given
+    synthetic.write_file(path, found)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> tuple[Path, synthetic.Tensors]:
+    return tmp_path / "m", synthetic.bert(tmp_path / "m")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; return exit code, stdout and stderr."""
+    return lambda *arguments: (main([str(argument) for argument in arguments]), *capsys.readouterr())
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: str, weighted: bool) -> None:
+    """The tensor amax is that of the group, the search that of each block."""
+    source, tensors = model
+    weights = column_weights(tmp_path / "w.safetensors", tensors) if weighted else None
+    searched(source, tmp_path / "d", weights, format=format)
+    found = oracle.arrays(oracle.load(tmp_path / "d"))
+    vectors = oracle.arrays(oracle.load(tmp_path)) if weights else {}
+    group = max(float(np.abs(tensors[name]).max()) for name in QKV)
+    for name in CONVERTED:
+        x = tensors[name].astype(np.float32)
+        amax = np.float32(group if name in QKV else np.abs(x).max())
+        best = fp4kit.search_scales(x, RECIPE, tensor_amax=amax, weights=vectors.get(name))
+        q = fp4kit.quantize(x, RECIPE, tensor_amax=amax, block_amax=best)
+        module = name.removesuffix(".weight")
+        codes = found[f"{module}.{'weight' if format == 'modelopt' else 'weight_packed'}"]
+        assert codes.tobytes() == q.packed.tobytes() and found[f"{module}.weight_scale"].tobytes() == q.block_scale.tobytes()
+
+
+def test_slabs_threads_and_resuming_do_not_matter(model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, tensors = model
+    weights = column_weights(tmp_path / "w.safetensors", tensors)
+    whole = searched(source, tmp_path / "a", weights)
+    monkeypatch.setattr("fp4kit.checkpoint.reading.SLAB_BYTES", 16 * 64 * 4)
+    parts = searched(source, tmp_path / "b", weights, options=Options(2))
+    assert compare_checkpoints(tmp_path / "a", tmp_path / "b").equal
+    for name, losses in whole.gains.items():
+        np.testing.assert_allclose(parts.gains[name], losses, rtol=1e-12)
+
+
+def test_a_mixture_of_experts(tmp_path: Path) -> None:
+    tensors = synthetic.moe(tmp_path / "m")
+    report = searched(tmp_path / "m", tmp_path / "d", format="modelopt")
+    assert [f"{name}.weight" for name in report.gains] == [t.name for t in report.plan.converted if tensors[t.name].any()]
+    assert all(0 < gain.after < gain.before < gain.signal for gain in report.gains.values())
+    assert verify(tmp_path / "d", tmp_path / "m").clean
+
+
+def test_a_layer_of_zeros_has_nothing_to_search(tmp_path: Path) -> None:
+    source = tmp_path / "m"
+    tensors = {"layers.0.a_proj.weight": np.zeros((16, 64), np.float32), "layers.0.b_proj.weight": np.ones((16, 64), np.float32)}
+    synthetic.write_model(source, {"model_type": "llama"}, tensors)
+    assert set(searched(source, tmp_path / "d").gains) == {"layers.0.b_proj"}
+    assert verify(tmp_path / "d", source).clean
+
+
+def test_another_objective(model, tmp_path: Path, run: Run) -> None:
+    source, tensors = model
+    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mae", "--format", "modelopt")
+    assert code == 0 and "scales searched by mae: SQNR" in text
+    x = tensors[DENSE].astype(np.float32)
+    q = fp4kit.quantize(x, RECIPE, block_amax=fp4kit.search_scales(x, RECIPE, objective="mae"))
+    assert oracle.arrays(oracle.load(tmp_path / "d"))[f"{DENSE}_scale"].tobytes() == q.block_scale.tobytes()
+    report = verify(tmp_path / "d", source)
+    assert report.clean and report.scales == "searched by mae"
+
+
+# ---- what is said of it -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_tells_errors_before_and_after(model, tmp_path: Path) -> None:
+    source, tensors = model
+    losses = searched(source, tmp_path / "d", format="modelopt").gains["encoder.layer.0.intermediate.dense"]
+    x = tensors[DENSE].astype(np.float32)
+    best = fp4kit.search_scales(x, RECIPE)
+    wide = x.astype(np.float64)
+    for noise, amaxes in ((losses.before, None), (losses.after, best)):
+        values = fp4kit.dequantize(fp4kit.quantize(x, RECIPE, block_amax=amaxes), np.float32)
+        np.testing.assert_allclose(noise, np.sum((wide - values) ** 2), rtol=1e-12)
+    np.testing.assert_allclose(losses.signal, np.sum(wide**2), rtol=1e-12)
+
+
+def test_weighted_errors(model, tmp_path: Path) -> None:
+    source, tensors = model
+    vector = np.zeros(64, np.float32)
+    vector[7] = 3
+    weights = column_weights(tmp_path / "w.safetensors", tensors, query=vector)
+    losses = searched(source, tmp_path / "d", weights).gains[QUERY]
+    np.testing.assert_allclose(losses.signal, 3 * np.sum(tensors[f"{QUERY}.weight"][:, 7].astype(np.float64) ** 2), rtol=1e-12)
+    assert losses.after < losses.before / 4  # of one column, which takes a scale of its own
+
+
+def test_the_command(model, tmp_path: Path, run: Run) -> None:
+    source, _ = model
+    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mse")
+    assert code == 0 and "SQNR dB by amax" in text and "scales searched by mse: SQNR 20.36 dB by amax, 21.69 dB searched" in text
+    code, text, _ = run("verify", tmp_path / "d", "--source", source)
+    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by mse makes of the source" in text
+    code, text, _ = run("identify", tmp_path / "d", "--source", source)
+    assert (code, text) == (0, "nvfp4-modelopt-mse made 5 layers\n")
+
+
+def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
+    source, tensors = model
+    weights = column_weights(tmp_path / "w.safetensors", tensors, by_module=True)
+    code, text, _ = run("convert", source, tmp_path / "d", "--scale-search", "mse", "--column-weights", weights, "--dry-run")
+    assert code == 0 and "quantized, scales searched by weighted mse" in text
+    command = ("convert", source, tmp_path / "d", "--scale-search", "mse", "--column-weights", weights, "--json")
+    planned, made = (json.loads(run(*command, *more)[1]) for more in (("--dry-run",), ()))
+    assert planned["scale_search"] == made["scale_search"]
+    assert made["scale_search"]["objective"] == "mse" and made["scale_search"]["column_weights"] == "w.safetensors"
+    assert planned["recipe"] == RECIPE and len(made["searched"]) == 5
+    assert all(layer["sqnr_db"] > layer["sqnr_db_by_amax"] for layer in made["searched"])
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert config["quantization_config"]["fp4kit"]["scale_search"] == "weighted mse"
+
+
+def test_no_search_says_nothing(model, tmp_path: Path, run: Run) -> None:
+    source, _ = model
+    code, text, _ = run("convert", source, tmp_path / "d", "--json")
+    found = json.loads(text)
+    assert (code, found["recipe"], found["scale_search"], found["searched"]) == (0, "nvfp4-te", None, [])
+    for name in ("config.json", "fp4kit_manifest.json"):
+        assert "scale_search" not in (tmp_path / "d" / name).read_text()
+
+
+def test_compare_says_what_scales_are(model, tmp_path: Path) -> None:
+    source, _ = model
+    convert(source, tmp_path / "a", RECIPE)
+    searched(source, tmp_path / "b")
+    found = compare_checkpoints(tmp_path / "a", tmp_path / "b")
+    assert [(d.key, d.kind) for d in found.configs] == [("quantization_config.fp4kit.scale_search", "extra")]
+    assert len(found.layers) == 5 and all(layer.scales for layer in found.layers)
+
+
+# ---- verify and identify ----------------------------------------------------------------------------------------------------
+
+
+def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> None:
+    source, tensors = model
+    weights = column_weights(tmp_path / "w.safetensors", tensors)
+    searched(source, tmp_path / "d", weights)
+    without = verify(tmp_path / "d", source)
+    needed = "5 layers are not made anew: their scales were searched under column weights; give these with --column-weights"
+    assert without.clean and [issue.text for issue in without.issues] == [needed]
+    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
+    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mse makes" in text
+    others = column_weights(tmp_path / "v.safetensors", tensors, dense=np.ones(64, np.float32))
+    found = verify(tmp_path / "d", source, search=ScaleSearch.of("mse", others))
+    assert not found.clean and "the column weights are not those that it was made with" in [issue.text for issue in found.issues]
+
+
+def test_verify_without_a_manifest(model, tmp_path: Path) -> None:
+    source, _ = model
+    searched(source, tmp_path / "d")
+    (tmp_path / "d" / "fp4kit_manifest.json").unlink()
+    assert (verify(tmp_path / "d", source).scales, verify(tmp_path / "d", source).clean) == ("searched by mse", True)
+
+
+def test_verify_of_a_changed_scale(model, tmp_path: Path) -> None:
+    source, _ = model
+    searched(source, tmp_path / "d")
+    file = read_header(tmp_path / "d" / "model.safetensors")
+    runs.flip(file.path, next(entry.start for entry in file.entries if entry.name == f"{QUERY}.weight_scale"))
+    issues = [(issue.text, issue.count) for issue in verify(tmp_path / "d", source).issues if issue.subject == QUERY]
+    made = f"what {RECIPE} with scales searched by mse makes of the source"
+    assert issues == [(f"bytes of block scales that differ from {made}", 1)]
+
+
+def test_the_recipe_that_searches_writes_the_same(model, tmp_path: Path) -> None:
+    searched(model[0], tmp_path / "a")
+    convert(model[0], tmp_path / "b", "nvfp4-modelopt-mse")
+    assert compare_checkpoints(tmp_path / "a", tmp_path / "b").tensors == ()
+    assert verify(tmp_path / "b", model[0]).clean
+
+
+def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) -> None:
+    source, tensors = model
+    searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
+    verdict = identify_checkpoint(tmp_path / "d", source)
+    assert verdict.recipe is None and len(verdict.exceptions) == 5
+    for layer in verdict.layers:
+        assert layer.explanation.sentence.startswith("searched scales: codes are those of nvfp4-")
+        assert layer.explanation.sentence.endswith("under the stored block scales, which no rule known here gives")
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched; needs a static recipe"),
+        ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched; needs a static recipe"),
+        ({"recipe_id": "nvfp4-modelopt-mse"}, f"nvfp4-modelopt-mse searches by itself; leave it out, or use {RECIPE}"),
+        ({"format": "bf16"}, "scale search: bf16 is not written with it; use --format modelopt or compressed-tensors"),
+        ({"nonfinite": "keep"}, "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"),
+    ],
+)
+def test_refused_requests(model, options: dict[str, str], message: str) -> None:
+    with refused(message):
+        make_plan(model[0], **{"recipe_id": RECIPE, **options}, search=ScaleSearch())
+
+
+def test_nothing_to_search(model, tmp_path: Path) -> None:
+    convert(model[0], tmp_path / "d", RECIPE, format="modelopt")
+    with refused("scale search: no layer gets new codes, whose scales it would find; leave it out"):
+        make_plan(tmp_path / "d", RECIPE, format="compressed-tensors", search=ScaleSearch())
+
+
+def test_unknown_objectives_and_files(tmp_path: Path) -> None:
+    with refused("scale search: objective is 'rmse'; needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16"):
+        ScaleSearch.of("rmse")
+    with refused("column weights: are of a search of scales; say --scale-search mse too"):
+        ScaleSearch.of(None, tmp_path / "w.safetensors")
+    with refused(f"column weights {tmp_path / 'w.safetensors'}: is no file; a safetensors file is needed"):
+        ScaleSearch.of("mse", tmp_path / "w.safetensors")
+    (tmp_path / "w.safetensors").write_text("no header")
+    with refused("w.safetensors: not a usable safetensors file"):
+        ScaleSearch.of("mse", tmp_path / "w.safetensors")
+
+
+BAD = "weights are negative, NaN or infinite; needs finite ones >= 0"
+NAMED, ONES = f"w.safetensors: {QUERY}.weight", np.ones(64, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"query": None, "key": None}, f"w.safetensors: 2 layers have no column weights there: {QUERY}, encoder"),
+        ({"query": np.ones(63, np.float32)}, f"{NAMED}: is F32 [63]; needs F32 [64], a weight for each column"),
+        ({"query": ONES.astype(np.float16)}, f"{NAMED}: is F16 [64]; needs F32 [64], a weight for each column"),
+        ({"query": ONES.reshape(1, 64)}, f"{NAMED}: is F32 [1, 64]; needs F32 [64], a weight for each column"),
+        ({"query": -ONES}, f"{NAMED}: 64 of 64 {BAD}"),
+        ({"query": np.where(np.arange(64) < 2, np.nan, ONES).astype(np.float32)}, f"{NAMED}: 2 of 64 {BAD}"),
+    ],
+)
+def test_column_weights_that_do_not_fit(model, tmp_path: Path, changed: dict[str, np.ndarray | None], message: str) -> None:
+    weights = column_weights(tmp_path / "w.safetensors", model[1], **changed)
+    with refused(message):
+        make_plan(model[0], RECIPE, search=ScaleSearch.of("mse", weights))

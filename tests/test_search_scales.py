@@ -1,0 +1,453 @@
+"""search_scales: what it promises against a plain loop in float64, and its errors by their whole text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.formats import E2M1, E4M3
+from fp4kit.reference.search_amaxes import multiples
+
+STATIC, WIDE, FP8 = "nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6", "fp8-modelopt"
+POWERS_OF_TWO = (
+    "mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp8-te", "mxfp6-torchao-floor-e2m3",
+)  # fmt: skip
+WITHOUT_BLOCKS = (FP8, "int8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
+SQUARE = replace(fp4kit.recipe(STATIC), id="static-16x16", block=(16, 16))
+SCALES = np.float64(E4M3.values[1:127])
+ROUNDING = 2.0**-18  # of a sum of some 256 products in float32, relative to sums of terms that are not negative
+
+
+def some(rows: int = 32, columns: int = 64, dtype=np.float32, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_t(4, (rows, columns)) * 2.0 ** rng.integers(-6, 1, (rows, 1))).astype(dtype)
+
+
+def nearest(a: np.ndarray) -> np.ndarray:
+    """The E2M1 value nearest to a >= 0: which of two that are as near makes no difference to an error."""
+    values = np.unique(np.abs(np.float64(E2M1.values)))
+    return values[np.abs(a[..., None] - values).argmin(axis=-1)]
+
+
+def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: float = 2) -> np.ndarray:
+    """float64 (126, M, K / 16): the error of each block under each scale, by the formula."""
+    wide, every = np.abs(np.float64(x)), []
+    for scale in SCALES * (amax / scale_max / 6):
+        d = np.abs(wide - nearest(wide / scale) * scale)
+        terms = (weights * d ** (1 if power == np.inf else power)).reshape(len(x), -1, 16)
+        every.append(terms.max(axis=-1) if power == np.inf else terms.sum(axis=-1))
+    return np.stack(every)
+
+
+def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
+    """Number of the candidate that each block amax is."""
+    return np.abs(np.float64(found)[..., None] / amax * scale_max - SCALES).argmin(axis=-1)
+
+
+def assert_least(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
+    """The chosen one of each block is no worse than any other, but for rounding."""
+    loss = np.take_along_axis(every, chosen[None], axis=0)[0]
+    assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
+
+
+# ---- what it promises -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [STATIC, WIDE])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_no_scale_is_better(recipe, dtype) -> None:
+    x, top = some(dtype=dtype), fp4kit.recipe(recipe).scale_max
+    amax = float(np.abs(x).max())
+    found = fp4kit.search_scales(x, recipe)
+    assert (found.shape, found.dtype) == ((32, 4), np.float32)
+    assert_least(losses(x, amax, top), code_of(found, amax, top))
+
+
+def test_weights_are_in_the_loss() -> None:
+    x, weights = some(), np.random.default_rng(1).random(64, np.float32) ** 4
+    amax = float(np.abs(x).max())
+    found = fp4kit.search_scales(x, STATIC, weights=weights)
+    assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448))
+    assert (found != fp4kit.search_scales(x, STATIC)).any()
+
+
+@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf), ("p2.4", 2.4), ("p1.5", 1.5), ("p16", 16)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_objectives(objective, power, weighted) -> None:
+    x, weights = some(16), np.random.default_rng(1).random(64, np.float32) if weighted else None
+    amax = float(np.abs(x).max())
+    found = fp4kit.search_scales(x, STATIC, objective=objective, weights=weights)
+    every = losses(x, amax, 448, 1.0 if weights is None else np.float64(weights), power)
+    assert_least(every, code_of(found, amax, 448), 1e-5)
+    assert (found != fp4kit.search_scales(x, STATIC, weights=weights)).any()
+
+
+@pytest.mark.parametrize(("one", "other"), [("p2", "mse"), ("p2.0", "mse"), ("p1", "mae")])
+def test_objectives_of_two_names(one, other) -> None:
+    found = [fp4kit.search_scales(some(8), STATIC, objective=name).tobytes() for name in (one, other)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("objective", "power"), [("mae", 1), ("max", np.inf)])
+def test_objectives_of_square_blocks(objective, power) -> None:
+    x = some(16)
+    amax = float(np.abs(x).max())
+    every = losses(x, amax, 448, power=power)
+    whole = every.max(axis=1, keepdims=True) if power == np.inf else every.sum(axis=1, keepdims=True)
+    found = fp4kit.search_scales(x, SQUARE, objective=objective)
+    assert_least(np.repeat(whole, 16, axis=1), code_of(found, amax, 448), 1e-5)
+
+
+def test_weights_of_ones_are_none() -> None:
+    x = some()
+    found = fp4kit.search_scales(x, STATIC, weights=np.ones(64, np.float32))
+    assert found.tobytes() == fp4kit.search_scales(x, STATIC).tobytes()
+
+
+def test_a_column_of_weight_0_does_not_matter() -> None:
+    x, weights = some(), np.float32(np.arange(64) % 5)
+    other = np.where(weights == 0, 1000 * some(seed=3), x)
+    found = [fp4kit.search_scales(a, STATIC, weights=weights, tensor_amax=16) for a in (x, other)]
+    assert found[0].tobytes() == found[1].tobytes()
+    assert found[0].tobytes() != fp4kit.search_scales(x, STATIC, tensor_amax=16).tobytes()
+
+
+def test_ties_take_the_least_code() -> None:
+    """24 is 6 * 4, 4 * 6, 3 * 8, ... exactly; a block of zeros is exact under every scale."""
+    x = np.zeros((2, 16), np.float32)
+    x[0, 3] = -24
+    found = fp4kit.search_scales(x, WIDE, tensor_amax=6 * 256)
+    np.testing.assert_array_equal(found, np.float32([[6 * 4], [6 * SCALES[0]]]))
+    assert np.count_nonzero(losses(x, 6 * 256, 256)[:, 0, 0] == 0) > 5
+
+
+def test_a_hessian_is_in_the_loss() -> None:
+    x, rng = some(16), np.random.default_rng(2)
+    amax = float(np.abs(x).max())
+    roots = rng.standard_normal((4, 16, 16))
+    hessian = np.float32(roots @ roots.transpose(0, 2, 1) + np.eye(16))
+    found = fp4kit.search_scales(x, STATIC, hessian=hessian)
+    every = []
+    for scale in SCALES * (amax / 448 / 6):
+        d = (np.float64(x) - np.sign(x) * nearest(np.abs(np.float64(x)) / scale) * scale).reshape(16, 4, 16)
+        every.append(np.einsum("mbi,bij,mbj->mb", d, np.float64(hessian), d))
+    assert_least(np.stack(every), code_of(found, amax, 448), 1e-4)  # terms have both signs
+    assert (found != fp4kit.search_scales(x, STATIC)).any()
+
+
+def test_a_diagonal_hessian_is_weights() -> None:
+    x, weights = some(16), np.random.default_rng(1).random(64, np.float32)
+    hessian = np.stack([np.diag(part) for part in weights.reshape(4, 16)])
+    amax = float(np.abs(x).max())
+    found = fp4kit.search_scales(x, STATIC, hessian=hessian)
+    assert_least(losses(x, amax, 448, np.float64(weights)), code_of(found, amax, 448), 1e-5)
+
+
+@pytest.mark.parametrize(("candidates", "low", "high"), [("near", -8, 8), ((-2, 6), -2, 6), ([0, 0], 0, 0), ((3, 200), 3, 200)])
+def test_candidates_are_codes_beside_that_of_the_amax(candidates, low, high) -> None:
+    x, amax = some(), 30.0
+    own = fp4kit.quantize(x, STATIC, tensor_amax=amax).block_scale.astype(int) - 1
+    chosen = code_of(fp4kit.search_scales(x, STATIC, candidates=candidates, tensor_amax=amax), amax, 448)
+    first, last = np.clip(own + low, 0, 125), np.clip(own + high, 0, 125)
+    assert ((first <= chosen) & (chosen <= last)).all()
+    number = np.arange(126)[:, None, None]
+    every = np.where((first <= number) & (number <= last), losses(x, amax, 448), np.inf)
+    assert_least(every, chosen)
+
+
+@pytest.mark.parametrize("recipe", [STATIC, WIDE])
+def test_quantize_makes_the_scales_that_were_found(recipe) -> None:
+    x, top = some(), fp4kit.recipe(recipe).scale_max
+    found = fp4kit.search_scales(x, recipe)
+    q = fp4kit.quantize(x, recipe, block_amax=found)
+    np.testing.assert_array_equal(q.block_scale, code_of(found, float(np.abs(x).max()), top) + 1)
+    usual = fp4kit.quantize(x, recipe)
+    assert fp4kit.compare(x, fp4kit.dequantize(q)).sqnr > fp4kit.compare(x, fp4kit.dequantize(usual)).sqnr
+
+
+def test_columns_are_rows_of_the_transpose() -> None:
+    x, weights = some(), np.random.default_rng(1).random(32, np.float32)
+    found = fp4kit.search_scales(x, STATIC, axis=0, weights=weights)
+    assert found.tobytes() == fp4kit.search_scales(np.ascontiguousarray(x.T), STATIC, weights=weights).tobytes()
+
+
+def test_each_expert_has_its_amax() -> None:
+    x, amax = some().reshape(2, 16, 64), np.float32([7, 40])
+    found = fp4kit.search_scales(x, STATIC, tensor_amax=amax)
+    one = [fp4kit.search_scales(part, STATIC, tensor_amax=a) for part, a in zip(x, amax, strict=True)]
+    assert found.tobytes() == np.stack(one).tobytes()
+
+
+def test_square_blocks_have_the_loss_of_all_rows() -> None:
+    x = some(40)
+    amax, every = float(np.abs(x).max()), losses(x, float(np.abs(x).max()), 448)
+    found = fp4kit.search_scales(x, SQUARE)
+    whole = np.add.reduceat(every, [0, 16, 32], axis=1)
+    assert_least(np.repeat(whole, [16, 16, 8], axis=1), code_of(found, amax, 448))
+    assert (found[:16] == found[0]).all() and (found[32:] == found[32]).all()
+
+
+def test_what_is_not_finite_takes_the_first_candidate() -> None:
+    x = some(3, 16)
+    x[0, 2], x[1, 5] = np.nan, np.inf
+    found = fp4kit.search_scales(x, STATIC, tensor_amax=10)
+    assert (code_of(found, 10, 448)[:2] == 0).all() and code_of(found, 10, 448)[2] > 0
+
+
+def test_zeros_and_nothing() -> None:
+    assert (fp4kit.search_scales(np.zeros((2, 32), np.float32), STATIC) == 0).all()
+    assert fp4kit.search_scales(np.zeros((0, 32), np.float32), STATIC).shape == (0, 2)
+
+
+def test_nothing_is_written_to() -> None:
+    x, weights = some(), np.ones(64, np.float32)
+    x.flags.writeable = weights.flags.writeable = False
+    fp4kit.search_scales(x, STATIC, weights=weights, tensor_amax=9)
+
+
+# ---- powers of two ----------------------------------------------------------------------------------------------------------
+
+
+def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
+    """float64 (steps, M, blocks): the error of each block whose amax is multiplied with powers of two."""
+    size, every = fp4kit.recipe(recipe).block_size, []
+    own = fp4kit.amax(x, recipe)
+    for step in steps:
+        values = fp4kit.dequantize(fp4kit.quantize(x, recipe, block_amax=np.ldexp(own, step)), np.float32)
+        every.append((weights * (np.float64(x) - values) ** 2).reshape(len(x), -1, size).sum(axis=-1))
+    return np.stack(every)
+
+
+def floor_codes(x: np.ndarray, top: float) -> np.ndarray:
+    """E8M0 codes of floor(log2(amax)) - floor(log2(the largest element)), of blocks of 32."""
+    return np.floor(np.log2(np.abs(x).reshape(len(x), -1, 32).max(axis=-1))).astype(int) - int(np.log2(top)) + 127
+
+
+@pytest.mark.parametrize("recipe", POWERS_OF_TWO)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
+    x, weights = some(24, 128), np.random.default_rng(1).random(128, np.float32) if weighted else None
+    found = fp4kit.search_scales(x, recipe, weights=weights)
+    q = fp4kit.quantize(x, recipe, block_amax=found)
+    steps = np.log2(found / fp4kit.amax(x, recipe)).astype(int)
+    away = q.block_scale.astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)
+    assert set(np.unique(away)) <= {-1, 0, 1}
+    every = power_losses(x, recipe, range(-3, 4), 1.0 if weights is None else np.float64(weights))
+    codes = [fp4kit.quantize(x, recipe, block_amax=np.ldexp(fp4kit.amax(x, recipe), step)).block_scale for step in range(-3, 4)]
+    near = np.abs(np.stack(codes).astype(int) - floor_codes(x, fp4kit.recipe(recipe).element.max)) <= 1
+    assert_least(np.where(near, every, np.inf), steps + 3)
+
+
+def test_powers_that_are_asked_for() -> None:
+    x = some(16, 64)
+    own = fp4kit.quantize(x, "mxfp4-ocp")
+    assert fp4kit.search_scales(x, "mxfp4-ocp", candidates=(0, 0)).tobytes() == fp4kit.amax(x, "mxfp4-ocp").tobytes()
+    found = fp4kit.quantize(x, "mxfp4-ocp", block_amax=fp4kit.search_scales(x, "mxfp4-ocp", candidates=(0, 1)))
+    assert set(np.unique(found.block_scale.astype(int) - own.block_scale)) == {0, 1}
+    assert fp4kit.compare(x, fp4kit.dequantize(found)).sqnr > fp4kit.compare(x, fp4kit.dequantize(own)).sqnr
+
+
+@pytest.mark.parametrize("objective", ["mae", "max", "p3"])
+def test_powers_by_another_objective(objective) -> None:
+    x = some(16, 64)
+    found = fp4kit.search_scales(x, "mxfp4-ocp", objective=objective)
+    power = {"mae": 1, "p3": 3, "max": 1}[objective]
+    every = []
+    for amax in (found, *(np.ldexp(fp4kit.amax(x, "mxfp4-ocp"), step) for step in (-1, 0, 1))):
+        values = fp4kit.dequantize(fp4kit.quantize(x, "mxfp4-ocp", block_amax=amax), np.float32)
+        d = (np.abs(np.float64(x) - values) ** power).reshape(16, 2, 32)
+        every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
+    assert_least(np.stack(every[1:]), np.stack(every[1:]).argmin(axis=0))
+    np.testing.assert_allclose(every[0], np.min(every[1:], axis=0), rtol=1e-5)
+
+
+def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
+    x = some(6, 32)
+    x[0], x[1, 3], x[2, 4], x[3], x[4] = 0, np.nan, np.inf, 2.0**-149, 3e38
+    found = fp4kit.search_scales(x, "mxfp4-ocp")
+    own = fp4kit.amax(x, "mxfp4-ocp")
+    assert found[0, 0] == 0 and np.isfinite(found[3:]).all()
+    np.testing.assert_array_equal(found[1:3], own[1:3])
+
+
+def test_groups_take_no_amaxes_for_powers() -> None:
+    """Their kernels read those of static recipes alone."""
+    x = some(4, 32)
+    with pytest.raises(ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp takes it from x"):
+        fp4kit.quantize_grouped([x], "mxfp4-ocp", block_amax=[fp4kit.amax(x, "mxfp4-ocp")])
+
+
+# ---- tensor amaxes ----------------------------------------------------------------------------------------------------------
+
+
+def best_multiples(x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None) -> np.ndarray:
+    """Multiples of least squared error, by the public fake_quantize, in float64; axis: of what has an amax of its own."""
+    every = []
+    for factor in grid:
+        values = fp4kit.fake_quantize(x, recipe, tensor_amax=amax * np.float32(factor))
+        every.append((weights * (np.float64(x) - values) ** 2).sum(axis=axis))
+    return np.asarray(grid)[np.argmin(every, axis=0)]
+
+
+@pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
+@pytest.mark.parametrize("grid", ["all", (0.5, 1.2, 0.07)])
+def test_the_best_amax_of_a_grid(recipe, grid) -> None:
+    x = some(24, seed=4)
+    amax = np.abs(x).max(axis=1 if "channel" in recipe else None).astype(np.float32)
+    factors = np.linspace(0.25, 4.0, 39) if grid == "all" else np.linspace(0.5, 1.2, 11)
+    found = fp4kit.search_scales(x, recipe, candidates=grid)
+    assert (found.shape, found.dtype) == (amax.shape, np.float32)
+    best = best_multiples(x, recipe, amax, factors, axis=1 if "channel" in recipe else None)
+    np.testing.assert_allclose(found, amax * best, rtol=1e-6)
+    assert (best != 1).any()
+
+
+def test_a_grid_of_experts_weights_and_columns() -> None:
+    x, weights = some(24).reshape(2, 12, 64), np.random.default_rng(1).random(64, np.float32) ** 4
+    amax = np.float32([3, 9])
+    found = fp4kit.search_scales(x, "int8-modelopt", tensor_amax=amax, weights=weights, candidates=(0.1, 1, 0.05))
+    best = best_multiples(x, "int8-modelopt", amax, np.linspace(0.1, 1, 19), weights, axis=(1, 2))
+    np.testing.assert_allclose(found, amax * best, rtol=1e-6)
+    turned = fp4kit.search_scales(np.ascontiguousarray(x[0].T), FP8 + "-channel", axis=0)
+    assert turned.tobytes() == fp4kit.search_scales(x[0], FP8 + "-channel").tobytes()
+
+
+def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
+    x = some(8)
+    amax = np.abs(x).max()
+    assert fp4kit.search_scales(x, FP8, candidates=(0.5, 0.5, 1)) == amax * np.float32(0.5)
+    assert fp4kit.search_scales(0 * x, FP8) == 0 and fp4kit.search_scales(x[:0], FP8) == 0
+    half = x.astype(ml_dtypes.bfloat16)
+    assert fp4kit.search_scales(half, FP8) == fp4kit.search_scales(half.astype(np.float32), FP8)
+
+
+def test_a_grid_by_another_objective() -> None:
+    x = some(8)
+    found = fp4kit.search_scales(x, "int8-modelopt", objective="max")
+    largest = [np.abs(fp4kit.fake_quantize(x, "int8-modelopt", tensor_amax=np.abs(x).max() * np.float32(f)) - x).max()
+               for f in np.linspace(0.25, 4, 39)]  # fmt: skip
+    np.testing.assert_allclose(found, np.abs(x).max() * np.linspace(0.25, 4, 39)[np.argmin(largest)], rtol=1e-6)
+
+
+def test_multiples_are_those_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    for grid in [(0.25, 4.0, 0.1), (0.5, 2.0, 0.05), (0.3, 1.0, 0.01), (0.7, 1.3, 0.003)]:
+        found = multiples(grid)
+        assert found.tobytes() == torch.linspace(*grid[:2], steps=found.size).numpy().tobytes()
+
+
+# ---- errors -----------------------------------------------------------------------------------------------------------------
+
+NAN, INF = np.float32(np.nan), np.float32(np.inf)
+EYES = np.broadcast_to(np.eye(16, dtype=np.float32), (4, 16, 16))
+
+
+def weighted(*first: float) -> np.ndarray:
+    return np.float32([*first, *[1] * (64 - len(first))])
+
+
+def hessian(**at: float) -> np.ndarray:
+    found = EYES.copy()
+    for place, value in at.items():
+        found[2][tuple(map(int, place[1:].split("_")))] = value
+    return found
+
+
+BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
+SEARCHED = (
+    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
+    "one of E8M0 scales, or FP8 or integers without block scales"
+)
+GRID = (
+    "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
+    "of at most 10000 multiples of the amax"
+)
+CANDIDATES = "needs 'all', 'near', or two ints (low, high): codes beside that of the amax"
+OBJECTIVES = "needs 'mse', 'mae', 'max', or 'p' and a number from 1 to 16, such as 'p2.4'"
+ERRORS = {
+    "an unknown objective": ({"objective": "rmse"}, ValueError, f"objective is 'rmse'; {OBJECTIVES}"),
+    "a power below 1": ({"objective": "p0.5"}, ValueError, f"objective is 'p0.5'; {OBJECTIVES}"),
+    "a power that is no number": ({"objective": "p2.x"}, ValueError, f"objective is 'p2.x'; {OBJECTIVES}"),
+    "a number as objective": ({"objective": 2}, ValueError, f"objective is 2; {OBJECTIVES}"),
+    "an objective beside a Hessian": (
+        {"objective": "mae", "hessian": EYES}, ValueError,
+        "objective is 'mae' beside a hessian, whose loss is of squares; needs 'mse', or weights",
+    ),
+    "negative weights": ({"weights": weighted(-1, 2, -3)}, ValueError, f"weights holds 2 value(s) of 64 {BAD_WEIGHTS}"),
+    "NaN weights": ({"weights": weighted(NAN)}, ValueError, f"weights holds 1 value(s) of 64 {BAD_WEIGHTS}"),
+    "infinite weights": ({"weights": weighted(INF, 0, INF, -INF)}, ValueError, f"weights holds 3 value(s) of 64 {BAD_WEIGHTS}"),
+    "few weights": ({"weights": np.ones(63, np.float32)}, ValueError, "weights has shape (63,); needs (64,) for 64 columns"),
+    "weights a row": (
+        {"weights": np.ones((32, 64), np.float32)}, ValueError, "weights has shape (32, 64); needs (64,) for 64 columns",
+    ),
+    "weights that are text": (
+        {"weights": np.array(["1"] * 64)}, TypeError, "weights is <U1; needs a real number or a float array",
+    ),
+    "a Hessian that is not symmetric": (
+        {"hessian": hessian(_3_4=0.5)}, ValueError,
+        "hessian[2] is not symmetric (by up to 0.5); pass (H + H.transpose(0, 2, 1)) / 2",
+    ),
+    "a Hessian with NaN": (
+        {"hessian": hessian(_3_4=NAN, _4_3=INF)}, ValueError,
+        "hessian holds 2 value(s) that are NaN or infinite; needs finite ones",
+    ),
+    "a Hessian of all columns": (
+        {"hessian": np.eye(64, dtype=np.float32)}, ValueError,
+        "hessian has shape (64, 64); needs (4, 16, 16) for 4 blocks of 16 columns",
+    ),
+    "weights and a Hessian": (
+        {"weights": weighted(), "hessian": hessian()}, ValueError,
+        "weights and a hessian were given; needs one of them, since a Hessian holds the weights on its diagonal",
+    ),
+    "unknown candidates": ({"candidates": "some"}, ValueError, f"candidates is 'some'; {CANDIDATES}"),
+    "candidates from high to low": ({"candidates": (3, -3)}, ValueError, f"candidates is (3, -3); {CANDIDATES}"),
+    "three candidates": ({"candidates": (1, 2, 3)}, ValueError, f"candidates is (1, 2, 3); {CANDIDATES}"),
+    "candidates that are floats": (
+        {"candidates": (-0.5, 2)}, TypeError, "candidates is -0.5; needs an int",
+    ),
+    "a grid of two": ({"recipe": FP8, "candidates": (0.5, 2)}, ValueError, f"candidates is (0.5, 2); {GRID}"),
+    "near on a grid": ({"recipe": FP8, "candidates": "near"}, ValueError, f"candidates is 'near'; {GRID}"),
+    "a grid from 0": ({"recipe": FP8, "candidates": (0, 2, 0.1)}, ValueError, f"candidates is (0, 2, 0.1); {GRID}"),
+    "a grid without end": ({"recipe": FP8, "candidates": (1, 2, 1e-9)}, ValueError, f"candidates is (1, 2, 1e-09); {GRID}"),
+    "a grid of text": ({"recipe": FP8, "candidates": ("1", 2, 1)}, TypeError, "candidates has '1'; needs numbers"),
+    "a Hessian on a grid": (
+        {"recipe": FP8, "hessian": EYES}, ValueError,
+        "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
+    ),
+    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
+    "4over6": ({"recipe": "nvfp4-te-4over6-mse-256"}, ValueError, f"nvfp4-te-4over6-mse-256 cannot be searched; {SEARCHED}"),
+    "a Hessian of other blocks": (
+        {"recipe": "mxfp4", "hessian": EYES}, ValueError,
+        "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",
+    ),
+    "no codes": (
+        {"recipe": "nvfp4-modelopt-static-fake"}, ValueError,
+        "nvfp4-modelopt-static-fake is a fake quantizer and has values only; use fp4kit.fake_quantize",
+    ),
+    "a length that is no blocks": (
+        {"x": some(2, 24)}, ValueError,
+        "axis 1 has length 24; nvfp4-modelopt-static needs a multiple of 16; pad with fp4kit.layouts.pad",
+    ),
+    "float64": (
+        {"x": np.ones((2, 16))}, TypeError,
+        "x is float64; needs float32, float16 or bfloat16; convert it first, e.g. x.astype(np.float32), "
+        "so that the rounding is yours",
+    ),
+    "negative amax": ({"tensor_amax": -1}, ValueError, "tensor_amax holds 1 negative value(s) of 1; needs amax >= 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case) -> None:
+    given, kind, text = ERRORS[case]
+    with pytest.raises(kind, match=re.escape(f"search_scales: {text}") + "$"):
+        fp4kit.search_scales(**{"x": some(), "recipe": STATIC, **given})
+
+
+def test_symmetric_within_rounding() -> None:
+    assert fp4kit.search_scales(some(), STATIC, hessian=hessian(_3_4=5e-6)).shape == (32, 4)
