@@ -27,6 +27,7 @@ import cpu_cases
 import cpu_ggml
 import cpu_loops
 import cpu_report
+import cpu_search
 import numpy as np
 from cpu_cases import Case, check, normal
 from cpu_rows import SEVEN, CpuRow, Watch, alternate, watch
@@ -197,6 +198,19 @@ def ggml(bench: Bench) -> None:
                     bench.keep(CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers))
 
 
+def searches(bench: Bench) -> None:
+    """Searches of block scales, beside a loop over candidates in NumPy; the share of blocks that bounds do not prove."""
+    x = normal((min(bench.args.size, 512), bench.args.size))
+    for case in cpu_search.cases(x):
+        check(case)
+        loop = {"NumPy": watch(lambda: cpu_search.loop(x))} if case.operation == "search_scales" else {}
+        times = alternate(bench.watches(case) | loop, bench.args.repeat)
+        peers = {name: times.pop(name) for name in loop}
+        bench.keep(CpuRow("searches", case.operation, cpu_search.RECIPE, x.dtype.name, x.shape, case.bytes, times, peers))
+    bench.extra["unproven"] = cpu_search.unproven(x)
+    print(f"blocks of which all candidates were tried: {bench.extra['unproven']:.3%}", flush=True)
+
+
 def loops(bench: Bench) -> None:
     """What memory gives, at the size of the rows."""
     nbytes = max(2 * bench.args.size**2 // (32 * bench.threads), 1) * 32 * bench.threads
@@ -222,6 +236,7 @@ def sweeps(bench: Bench) -> None:
 GROUPS: dict[str, Callable[[Bench], None]] = {
     "first": first, "small": small, "loops": loops, "sweep": sweeps, "ggml": ggml,
     "recipes": recipes, "operations": operations, "sizes": sizes,
+    "searches": searches,
 }  # fmt: skip
 
 

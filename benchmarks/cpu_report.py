@@ -22,6 +22,7 @@ GROUPS = {
     "ggml": "Beside ggml, one thread each, G elements/s",
     "small": "Small arrays, us a call",
     "sizes": "Sizes",
+    "searches": "Searches of block scales, beside a loop over candidates in NumPy on one thread",
 }
 
 

@@ -1,0 +1,50 @@
+"""Searches of block scales: the calls that bench_cpu.py times, beside a loop over the candidates in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from cpu_cases import Case
+
+import fp4kit
+from fp4kit.call.search_scales import search_call
+from fp4kit.cpu.search_scales import search_matrix
+from fp4kit.formats import E2M1, E4M3
+from fp4kit.reference.codec import decode
+
+RECIPE = "nvfp4-modelopt-mse"
+
+
+def cases(x: np.ndarray) -> Iterator[Case]:
+    """Of a matrix: all candidates, those near the amax, with weights, with Hessians; and codes of what was found."""
+    K, rng = x.shape[1], np.random.default_rng(1)
+    weights = (rng.random(K) + 0.1).astype(np.float32)
+    samples = rng.standard_normal((K // 16, 64, 16))
+    hessian = (samples.transpose(0, 2, 1) @ samples / 64).astype(np.float32)
+    kinds = {"": {}, " near": {"candidates": "near"}, " weights": {"weights": weights}, " hessian": {"hessian": hessian}}
+    for what, terms in kinds.items():
+        yield Case(f"search_scales{what}", lambda terms=terms: fp4kit.search_scales(x, RECIPE, **terms), x.nbytes)  # type: ignore[misc]
+    yield Case("quantize", lambda: fp4kit.quantize(x, RECIPE), x.nbytes)
+
+
+def loop(x: np.ndarray) -> np.ndarray:
+    """The codes of least squared error, one after the other as one would in NumPy: of a few blocks not those of the sweep."""
+    a = np.abs(x.astype(np.float32)).reshape(-1, 16)
+    scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)
+    values, between = E2M1.magnitudes.astype(np.float32), E2M1.midpoints.astype(np.float32)
+    best, code = np.full(len(a), np.inf, np.float32), np.zeros(len(a), np.uint8)
+    for i, scale in enumerate(scales):
+        error = a - values[np.searchsorted(between, a / scale)] * scale
+        loss = np.einsum("ij,ij->i", error, error)
+        better = loss < best
+        best[better], code[better] = loss[better], i + 1
+    return code
+
+
+def unproven(x: np.ndarray) -> float:
+    """The share of blocks that the bounds do not prove."""
+    search = search_call("search_scales", x, RECIPE, -1, tensor_amax=None, weights=None, hessian=None, candidates="all")
+    found, counted = np.zeros((len(x), x.shape[1] // 16), np.float32), np.zeros(1, np.uint64)
+    search_matrix(x, found, fp4kit.amax(x), search, counted)
+    return int(counted[0]) / found.size
