@@ -34,6 +34,7 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
     if 32 % r.length_multiple == 0:
         yield from fp4kit.quantize_both(x, name)
     yield from shards(name, part)
+    yield from searches(name, x)
     yield from readers(fp4kit.quantize(part, name), part)
 
 
@@ -44,6 +45,13 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
     yield fp4kit.quantize(x, name, hadamard=True)
     if r.tensor_scaling == "tensor":
         yield from (fp4kit.quantize(x, name, tensor_amax=amax) for amax in (2e-39, 0, 1e300))
+
+
+def searches(name: str, x: np.ndarray) -> Iterator[object]:
+    if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
+        yield fp4kit.search_scales(x, name)
+        yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")
+        yield fp4kit.search_scales(x[:5], name, hessian=np.tile(np.eye(16) - 0.1, (x.shape[1] // 16, 1, 1)))
 
 
 def shards(name: str, x: np.ndarray) -> Iterator[object]:

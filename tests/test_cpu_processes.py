@@ -89,7 +89,7 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize"])
+@pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize", "search_scales"])
 def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     """Between two calls of the library; the next call of fp4kit is as before."""
     x = large()
@@ -99,6 +99,7 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
         "dequantize": partial(fp4kit.dequantize, q),
         "amax": partial(fp4kit.amax, x),
         "fake_quantize": partial(fp4kit.fake_quantize, x, "nvfp4-te"),
+        "search_scales": partial(fp4kit.search_scales, x, "nvfp4-modelopt-static", tensor_amax=4.0),
     }[function]
     expected = call()
     with monkeypatch.context() as patch:

@@ -45,7 +45,8 @@ for small in (False, True):
         shrink_units(pytest.MonkeyPatch())
     found = fuzz.run(fuzz.host_engine()[0], 3600, 1, cases={cases}, pool=Pool(largest=1 << 12))
     assert not found.failures, found.failures[0].text
-    for name in ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel"):
+    names = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
+    for name in (*names, "nvfp4-modelopt-static"):
         for x in (ordinary(1, (32, 128)), ordinary(1, (32, 128), BF16)):
             with fp4kit.specification():
                 expected = list(everything(name, x))

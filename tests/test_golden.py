@@ -6,7 +6,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import half
+from exhaustive import by_default, exhaustive, half
 from recorded import groups
 
 import fp4kit
@@ -40,14 +40,17 @@ def typed(array):
 # ---- recipes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECIPES)
+SLOW = ("nvfp4-modelopt-mse",)  # whose search the specification takes half a minute for; the compiled engine does it in every run
+
+
+@pytest.mark.parametrize("name", by_default([name for name in RECIPES if name not in SLOW], RECIPES))
 def test_recipe(name, golden):
     result = check_recipe(name, golden)
     assert result.differences == ()
     assert (result.compared == 0) == (name in UNRECORDED)
 
 
-@pytest.mark.parametrize("name", half(RECIPES))
+@pytest.mark.parametrize("name", [*SLOW, *half(name for name in RECIPES if name not in SLOW)])
 def test_recipe_on_the_compiled_engine(name, golden):
     result = check_recipe(name, golden, Operations.of(Engine(np)))
     assert result.differences == ()
@@ -104,14 +107,18 @@ def a_recorded_array(name, golden):
         for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
             if not x.endswith(row.inputs):
                 continue
-            for part in ("output", "dequant") if row.fake else ("codes", "dequant"):
+            parts = ("block_amax",) if row.searched else ("output", "dequant") if row.fake else ("codes", "dequant")
+            for part in parts:
                 key = f"{x}/{row.variant}/{part}"
                 if key in golden.keys(row.file) and key not in golden.keys("modelopt_h200"):
                     return row.file, key
     raise LookupError(name)
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in UNRECORDED])
+RECORDED = [name for name in RECIPES if name not in UNRECORDED]
+
+
+@pytest.mark.parametrize("name", [*(name for name in RECORDED if name not in SLOW), *exhaustive(SLOW)])
 def test_one_flipped_byte_is_one_difference(name, golden):
     file, key = a_recorded_array(name, golden)
     result = check_recipe(name, altered(golden, file, key, flip_a_byte))

@@ -15,6 +15,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
+WIDEST = 126  # codes beside one that all candidates are among
 RUN = 16  # elements of a row of a block
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
@@ -42,10 +43,10 @@ PLAIN = Terms()
 class Wanted(NamedTuple):
     """What the caller asks for."""
 
-    objective: Any
-    weights: Any
-    hessian: Any
-    candidates: Any
+    objective: Any = "mse"
+    weights: Any = None
+    hessian: Any = None
+    candidates: Any = "all"
 
 
 class Search(NamedTuple):
@@ -158,7 +159,7 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     elif isinstance(candidates, (tuple, list)) and len(candidates) == 2:
         low, high = (as_index(op, "candidates", end) for end in candidates)
         if low <= high:
-            return low, high
+            return max(min(low, WIDEST), -WIDEST), max(min(high, WIDEST), -WIDEST)
     needed = "'all', 'near', or two ints (low, high): codes beside that of the amax"
     raise ValueError(f"{op}: candidates is {candidates!r:.60}; needs {needed}")
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
+from fp4kit.call.search_scales import Search, check_swept
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import keys, matrix, partial
+from fp4kit.cpu import search_scales as searching
 from fp4kit.cpu.native import functions
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -34,12 +36,15 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
-_MATRICES = reference.Matrices(tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix)
+_MATRICES = reference.Matrices(
+    tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix,
+    searching.searched,
+)  # fmt: skip
 
 
 def quantize(call: Call) -> Quantized:
     """reference.engine.quantize."""
-    _check(call)
+    _check(call, None if keys.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _MATRICES)
 
 
@@ -160,6 +165,15 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     matrix.check_array(x)
     found = matrix.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
+
+
+def search_scales(search: Search) -> np.ndarray:
+    """reference.engine.search_scales."""
+    functions()
+    check_swept(search)
+    searching.rule_of(search.call.recipe, search.terms.offsets)
+    matrix.check_array(search.call.x)
+    return reference.search_scales(search, _MATRICES)
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:

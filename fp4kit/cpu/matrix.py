@@ -77,10 +77,11 @@ class Shape(NamedTuple):
         high = -(-TILE_ROWS // block_rows) if gathered else max(UNIT // (min(width, K) * block_rows), 1)
         return cls(M, K, high * block_rows, width)
 
-    def parts(self) -> Iterator[tuple[slice, slice]]:
-        """Rows and columns of one call of the library at a time: whole units."""
-        across = max(ELEMENTS_PER_CALL // self.height // self.width, 1) * self.width
-        down = max(ELEMENTS_PER_CALL // min(across, self.columns) // self.height, 1) * self.height
+    def parts(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns of one call of the library at a time: whole units. cost: of the time that codes of an element take."""
+        most = ELEMENTS_PER_CALL // cost
+        across = max(most // self.height // self.width, 1) * self.width
+        down = max(most // min(across, self.columns) // self.height, 1) * self.height
         for row in range(0, self.rows, down):
             for column in range(0, self.columns, across):
                 yield slice(row, min(row + down, self.rows)), slice(column, min(column + across, self.columns))
@@ -96,7 +97,8 @@ class Shape(NamedTuple):
         return -(-(rows.stop - rows.start) // self.height) * -(-(columns.stop - columns.start) // self.width)
 
 
-def _source(x: np.ndarray, hadamard: int | None = None) -> Source:
+def source(x: np.ndarray, hadamard: int | None = None) -> Source:
+    """A matrix as the library takes it."""
     steps = (step // x.itemsize for step in x.strides)
     return Source(x.ctypes.data, *x.shape, *steps, -1 if hadamard is None else hadamard)
 
@@ -117,10 +119,10 @@ class _Scales(NamedTuple):
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
     """A call for a contiguous matrix like x, and one tensor scale, without addresses."""
     shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=False)
-    source = _source(x)
-    source.data = None
+    like = source(x)
+    like.data = None
     return EncodeCall(
-        x=source, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width, input=INPUTS[x.dtype],
+        x=like, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width, input=INPUTS[x.dtype],
         rule=kernels.rule, element=kernels.element, block=kernels.block, block_rows=kernels.block_rows,
     )  # fmt: skip
 
@@ -206,7 +208,7 @@ def _encode(
         scale_rows = None if scales is None else scales[rows, blocks_of(columns, r)]
         random = _Bytes.of(options.random, rows, columns)
         call = EncodeCall(
-            _source(cut, options.hadamard), *map(address, cut_tensor), int(step), address(cut_amax), address(cut_factors),
+            source(cut, options.hadamard), *map(address, cut_tensor), int(step), address(cut_amax), address(cut_factors),
             next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0),
             address(random.array), 0 if random.array is None else random.array.strides[0], *random[1:],
             address(codes), address(scale_rows), codes.strides[0], 0 if scale_rows is None else scale_rows.strides[0],
@@ -275,7 +277,7 @@ def largest(
         cut = x[rows, columns]
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
         call = AmaxCall(
-            _source(cut, hadamard), address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
+            source(cut, hadamard), address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
             kind, block, block_rows, threads_for(cut.size),
         )  # fmt: skip
         most = max(most, functions().fp4kit_amax(ctypes.byref(call)))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from ctypes import POINTER, c_char_p, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +78,20 @@ class DecodeCall(ctypes.Structure):
     ]
 
 
+class SearchCall(ctypes.Structure):
+    """Of fp4kit_search; see source/search.h."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("amaxes", "scales", "reciprocals", "weights", "hessian", "out")),
+        ("out_step", c_int64),
+        ("unproven", c_void_p),
+        *((name, c_int64) for name in ("height", "width", "lower", "upper")),
+        ("tensor_amax", c_float),
+        *((name, c_int32) for name in ("input", "rule", "block_rows", "bounded", "threads")),
+    ]
+
+
 class Library(NamedTuple):
     """A library, and the level of processors that it is for; or None, and why."""
 
@@ -100,6 +114,7 @@ def _load(level: str) -> Any:
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), c_void_p, c_void_p, c_int32, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
+        ("search", None, [POINTER(SearchCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")

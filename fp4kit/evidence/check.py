@@ -19,13 +19,14 @@ import numpy as np
 from fp4kit.evidence.engines import SPECIFICATION, Engine
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.evidence.rows import ROWS, Row
-from fp4kit.evidence.stored import stored_arrays
+from fp4kit.evidence.stored import searched_arrays, stored_arrays
 from fp4kit.formats import E8M0, bit_patterns
 from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.quantize import quantize
+from fp4kit.ops.search_scales import search_scales
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import tensor_scale
@@ -62,11 +63,12 @@ class Operations(NamedTuple):
     fake_quantize_backward: Callable[..., np.ndarray]
     amax: Callable[..., np.ndarray]
     dequantize: Callable[..., np.ndarray]
+    search_scales: Callable[..., np.ndarray]
 
     @classmethod
     def of(cls, engine: Engine) -> Operations:
         """Those of an engine."""
-        functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize)
+        functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
 
@@ -244,7 +246,7 @@ def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Resul
     """Compare every recorded array of a row with what ops give."""
     compared, values, differences = 0, 0, []
     for case in cases(row, golden, ops):
-        for key, ours, recorded, skip in _fake_arrays(case) if row.fake else _arrays(case):
+        for key, ours, recorded, skip in (searched_arrays if row.searched else _fake_arrays if row.fake else _arrays)(case):
             compared, values = compared + 1, values + np.size(recorded)
             different = _differs(ours, recorded)
             if np.shape(ours) == np.shape(recorded):

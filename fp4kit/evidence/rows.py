@@ -20,7 +20,8 @@ class Row:
     options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
     columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
     on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
-    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least.
+    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least. searched: block amaxes are what
+    search_scales chooses, "by error", or "by hessian", those of the file for so many columns.
     """
 
     recipe: str
@@ -40,6 +41,7 @@ class Row:
     on_gpu: str = ""
     values: tuple[str, ...] = ("output", "dequant")
     least_scale: int = 0
+    searched: str = ""
 
 
 def _te_rows() -> Iterator[Row]:
@@ -80,6 +82,8 @@ def _modelopt_rows() -> Iterator[Row]:
     yield Row("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
     yield Row("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
     yield Row("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
+    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_mse_sweep", searched="by error")
+    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_hessian_sweep", searched="by hessian")
     yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
     yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
     fakes = {

@@ -32,6 +32,15 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
     yield from _beside_codes(case)
 
 
+def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Of a Case, as stored_arrays: block amaxes that a search chooses, and the tensor's where it is there."""
+    amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
+    terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
+    if amax is not None:
+        yield case.key("global_amax"), case.ops.amax(case.x), amax, np.False_
+    yield case.key("block_amax"), case.ops.search_scales(case.x, case.recipe, **terms), case.part("block_amax"), np.False_
+
+
 def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     """What stands for codes that are not all there, and for scales that no byte has."""
     for part in ("scale_applied", "scale"):

@@ -98,10 +98,15 @@ def log2(x: np.ndarray) -> np.ndarray:
         return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
-def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved where |b| < 2^-126 (2^24) or |b| > 2^126 (2^-2)."""
+def moved_by(b: np.ndarray) -> np.ndarray:
+    """The power of two that div.full.f32 moves both operands by: 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, else 1."""
     size = np.abs(b)
-    moved = np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
+    return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))
+
+
+def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """div.full.f32 as sm_90 computes it: a * rcp.approx(b), both moved by a power of two."""
+    moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 

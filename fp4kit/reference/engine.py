@@ -96,6 +96,7 @@ class Matrices(NamedTuple):
     encode: Callable[..., None] = encode_matrix
     dequantize: Callable[..., None] = dequantize_matrix
     search: Callable[..., None] = search_matrix
+    searched: Callable[..., Call] = searched
 
 
 def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
@@ -116,7 +117,7 @@ def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # n
 def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
     """Codes and scales of call.moved, into call.out or a new Quantized."""
     amax, r = _tensor_amax(call, by), call.recipe
-    call = searched(call, amax)
+    call = by.searched(call, amax)
     packed, scales = _direct_outputs(call)
     if call.x.size:
         _quantize_matrices(call, amax, packed, scales, by)

@@ -11,12 +11,13 @@ from fp4kit.call.search_scales import PLAIN, Search, Terms
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_full, fma
-from fp4kit.reference.block_rules import code_modelopt_static
+from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.scaling import tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # E4M3 above 0
+OWN_RULE = "modelopt_static"  # of the code of a block's own amax
 SIXTH = ONE / np.float32(6)
 CHUNK = 1 << 18  # elements at a time
 
@@ -52,7 +53,7 @@ def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tupl
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
     tensor = tensor_scale(np.asarray(amax), r, np.dtype(np.float32))
-    own = code_modelopt_static(amaxes, tensor, r, np.dtype(np.float32)).astype(np.int32)
+    own = BLOCK_RULES[OWN_RULE].code(amaxes, tensor, r, np.dtype(np.float32)).astype(np.int32)
     low, high = (np.clip(own + offset, CODES[0], CODES[-1]).astype(np.uint8) for offset in terms.offsets)
     return low, high
 

@@ -6,6 +6,7 @@
 
 #include "decoder.h"
 #include "encoder.h"
+#include "search.h"
 
 #define FP4KIT_EXPORT __attribute__((visibility("default")))
 
@@ -211,6 +212,18 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* like, const u8* packed, co
   call.unusual = unusual.data();
   fp4kit_decode(&call);
   return any(unusual);
+}
+
+// The block amaxes of least loss of a matrix.
+FP4KIT_EXPORT void fp4kit_search(const SearchCall* call) {
+  const Units units{call->x.rows, call->x.columns, call->height, call->width};
+  std::atomic<u64> unproven{0};
+  by_input(call->input, [&](auto in) {
+    const Searcher<decltype(in)> searcher{*call};
+    auto work = [&](i64 unit) { unproven += searcher.unit(units.part(unit)); };
+    run_units(units.count(), call->threads, work);
+  });
+  *call->unproven += unproven;
 }
 
 // The codes of a (rows, columns) matrix to those of the (columns, rows) one; four: two a byte, and rows is even.

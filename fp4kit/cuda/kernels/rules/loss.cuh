@@ -1,4 +1,4 @@
-// Losses of blocks of 16 under candidate scales: reference/search_sweep.py, operation by operation.
+// Losses of blocks of 16 under candidate scales: reference/search_scales.py, operation by operation.
 #pragma once
 
 #include "convert.cuh"
@@ -53,10 +53,10 @@ FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d,
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float moved) {
   float sums[4];
-#pragma unroll
+FP4KIT_UNROLL
   for (int i = 0; i < 4; ++i) {
     float d[4];
-#pragma unroll
+FP4KIT_UNROLL
     for (int j = 0; j < 4; ++j) d[j] = left_of<kAny>(block.a[4 * i + j], c, moved);
     const float second = kWeighted ? block.w[kWeighted ? 4 * i + 1 : 0] * d[1] * d[1] : d[1] * d[1];
     sums[i] = add_square(block, 4 * i, d[0], second);
@@ -64,4 +64,43 @@ FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float
     sums[i] = add_square(block, 4 * i + 3, d[3], sums[i]);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+// ---- what the bounds of ways/search.cuh ask --------------------------------------------------------------------------------
+
+constexpr float kSure = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
+
+// The least E4M3 code of a value of at least x >= 0: 127 above 448.
+FP4KIT_DEVICE u32 code_above(float x) {
+  if (x >= 0x1p-6f) return minimum((bits_of(x) + 0xFFFFFu >> 20) - (120u << 3), 127u);
+  return maximum((bits_of(x + 0x1p-6f) + 0xFFFFFu >> 20) - (121u << 3), 1u);
+}
+
+// The first candidate of least loss, of those that were looked at.
+struct Best {
+  float loss;
+  u32 code;
+};
+
+// The weight of the largest element, the least of equals; 1 without weights.
+template <bool kWeighted>
+FP4KIT_DEVICE float weight_of_largest(const Searched<kWeighted>& block, float amax) {
+  float weight = kWeighted ? float_of(kInfinityBits) : 1.0f;
+  if constexpr (kWeighted) {
+FP4KIT_UNROLL
+    for (int i = 0; i < kSearched; ++i) weight = block.a[i] == amax ? fminf(weight, block.w[i]) : weight;
+  }
+  return weight;
+}
+
+// Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.
+template <bool kWeighted>
+FP4KIT_DEVICE bool is_near_tie(const Searched<kWeighted>& block, Candidate c) {
+  bool near = false;
+FP4KIT_UNROLL
+  for (int i = 0; i < kSearched; ++i) {
+    const float v = block.a[i] * c.reciprocal, half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
+    near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
+  }
+  return near;
 }

@@ -12,6 +12,13 @@ using i64 = long long;
 #define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
+// Of a loop, in full: where one around it is to become vectors. g++ has a name of its own for it.
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#define FP4KIT_UNROLL _Pragma("GCC unroll 16")
+#else
+#define FP4KIT_UNROLL _Pragma("unroll")
+#endif
+
 constexpr int kThreads = 256;  // of a thread block, unless a kernel has its own: THREADS of geometry.py
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal

@@ -18,8 +18,6 @@
 #include "loss.cuh"
 #include "memory.cuh"
 
-constexpr float kSure = 1.0f - 0x1p-16f;
-
 struct SearchArguments {
   const void* x;
   const float *tensor_amax, *of_columns;  // a weight for each column, or a Hessian for each 16
@@ -45,18 +43,6 @@ FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   __syncthreads();
 }
 
-// The least E4M3 code of a value of at least x >= 0: 127 above 448.
-FP4KIT_DEVICE u32 code_above(float x) {
-  if (x >= 0x1p-6f) return minimum((bits_of(x) + 0xFFFFFu >> 20) - (120u << 3), 127u);
-  return maximum((bits_of(x + 0x1p-6f) + 0xFFFFFu >> 20) - (121u << 3), 1u);
-}
-
-// The first candidate of least loss, of those that were looked at.
-struct Best {
-  float loss;
-  u32 code;
-};
-
 // Codes low ... high.
 struct Span {
   u32 low, high;
@@ -69,29 +55,6 @@ FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) 
   const i64 own = R::BlockRule::template code<R, Float32>(amax, t);
   const auto within = [](i64 code) { return static_cast<u32>(minimum<i64>(maximum<i64>(code, 1), kLastCandidate)); };
   return {within(own + a.lower), within(own + a.upper)};
-}
-
-// The weight of the largest element, the least of equals; 1 without weights.
-template <bool kWeighted>
-FP4KIT_DEVICE float weight_of_largest(const Searched<kWeighted>& block, float amax) {
-  float weight = kWeighted ? float_of(kInfinityBits) : 1.0f;
-  if constexpr (kWeighted) {
-#pragma unroll
-    for (int i = 0; i < kSearched; ++i) weight = block.a[i] == amax ? fminf(weight, block.w[i]) : weight;
-  }
-  return weight;
-}
-
-// Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.
-template <bool kWeighted>
-FP4KIT_DEVICE bool is_near_tie(const Searched<kWeighted>& block, Candidate c) {
-  bool near = false;
-#pragma unroll
-  for (int i = 0; i < kSearched; ++i) {
-    const float v = block.a[i] * c.reciprocal, half = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u) * 0.25f;  // of neighbours' distance
-    near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
-  }
-  return near;
 }
 
 // Whether the search of a block, amax > 0, is proven; best: its result.

@@ -1,0 +1,74 @@
+"""Block amaxes of least loss by the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import numpy as np
+
+from fp4kit.call.parse import Call, Declined
+from fp4kit.call.search_scales import RUN, Search, Terms
+from fp4kit.cpu.keys import not_searched, rule_key
+from fp4kit.cpu.matrix import INPUTS, Shape, address, source
+from fp4kit.cpu.native import SearchCall, functions, threads_for
+from fp4kit.recipes import Recipe
+from fp4kit.reference import search as searches
+from fp4kit.reference import search_scales as specification
+from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
+
+COST, HESSIAN_COST = 16, 256  # of the time that codes of an element take, about
+
+
+@np.errstate(all="ignore")
+def search_matrix(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search, unproven: np.ndarray | None = None, bounded: bool = True
+) -> None:
+    """reference.search_scales.search_matrix; unproven: a uint64 to add the blocks to that had all candidates tried.
+
+    bounded: by bounds, where those hold; else all of them have.
+    """
+    r, terms = search.call.recipe, search.terms
+    cost = COST if terms.hessian is None else HESSIAN_COST
+    rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
+    by_code = _candidates(np.float32(amax.reshape(())), r, terms)
+    counted = np.zeros(1, np.uint64) if unproven is None else unproven
+    shape = Shape.of(x, RUN, r.block_rows, x.strides[1] != x.itemsize)
+    for rows, columns in shape.parts(cost):
+        cut, blocks = x[rows, columns], slice(columns.start // RUN, columns.stop // RUN)
+        weights = None if terms.weights is None else terms.weights[columns]
+        hessian = None if terms.hessian is None else terms.hessian[blocks]
+        call = SearchCall(
+            source(cut), *map(address, by_code), address(weights), address(hessian), address(out[rows, blocks]),
+            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, lower, upper,
+            float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, bounded, threads_for(cut.size * cost),
+        )  # fmt: skip
+        functions().fp4kit_search(ctypes.byref(call))
+
+
+def searched(call: Call, amax: np.ndarray | None) -> Call:
+    """reference.search.searched."""
+    if not call.recipe.search or not_searched(call.recipe) or call.mask is not None or not call.x.size:
+        return searches.searched(call, amax)
+    return call._replace(block_amax=searches.chosen_amaxes(call, amax, partial(search_matrix, search=Search(call))))
+
+
+def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
+    """The library's index of the rule of the code that a block's own amax has; -1 where none is asked for. Raises Declined."""
+    if offsets is None:
+        return -1
+    key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
+    rule = -1 if key is None else functions().fp4kit_rule(key.encode())
+    if rule < 0:
+        raise Declined(f"the compiled engine does not have the codes of {r.id} beside which candidates are")
+    return rule
+
+
+def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
+    """float32 (3, 128), by code: block amaxes, scales, what elements are multiplied with in place of a division by those."""
+    found = np.ones((3, 128), np.float32)
+    codes = specification.CODES
+    found[0, codes] = specification.candidate_amaxes(amax, r)
+    found[1, codes] = scales = specification.scales_of(found[0, codes], amax, r, terms)
+    found[2, codes] = reciprocal_approx_ftz(scales * moved_by(scales))
+    return found

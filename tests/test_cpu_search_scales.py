@@ -1,0 +1,232 @@
+"""The search of block scales by the compiled engine: against the specification, and by bounds against all candidates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import NEEDS_ENGINE, VIEWS, agree, assert_equal, shrink_units, unaligned
+from exhaustive import exhaustive, half, sampled
+from hypothesis import strategies as st
+from inputs import BF16, extreme, ordinary
+from searched import STATIC, hessians, searched_blocks
+
+import fp4kit
+from fp4kit.call.search_scales import Wanted, search_call
+from fp4kit.cpu import matrix
+from fp4kit.cpu import search_scales as searching
+from fp4kit.formats import E2M1, E4M3, FLOATS
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.codec import decode
+
+pytestmark = NEEDS_ENGINE
+FOUR_OVER_SIX, SEARCHING = "nvfp4-modelopt-static-4over6", "nvfp4-modelopt-mse"
+RNG = np.random.default_rng(1)
+WEIGHTS = (RNG.random(64) ** 4 * 10).astype(np.float32)
+GAPS = np.where(np.arange(64) % 3, WEIGHTS, 0)
+SIDES = {"": {}, "weights": {"weights": WEIGHTS}, "weights with zeros": {"weights": GAPS}, "hessian": {"hessian": hessians(64)}}
+
+
+def finite(dtype, seed: int = 0) -> np.ndarray:
+    return np.nan_to_num(searched_blocks(dtype, seed).astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
+
+
+def cut(x: np.ndarray) -> np.ndarray:
+    """A part, for the specification is slow: 48 along each axis that has more, between what there is beside it."""
+    return x[tuple(slice(16, 64) if n > 64 else slice(None) for n in x.shape)]
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    shrink_units(monkeypatch)
+    yield
+    matrix.kernels_of.cache_clear()
+
+
+# ---- against the specification ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("side", SIDES)
+def test_every_kind_of_block(side, dtype):
+    agree(fp4kit.search_scales, finite(dtype), STATIC, **SIDES[side])
+    for amax in (3.0, 0.01):
+        agree(fp4kit.search_scales, searched_blocks(dtype), STATIC, tensor_amax=amax, **SIDES[side])
+
+
+@pytest.mark.parametrize("amax", half([1e-38, 0.0, 2e-13, 1e-45, 3e38, 1e-12, np.inf, 1e15]))
+@pytest.mark.parametrize("side", SIDES)
+def test_any_tensor_amax(side, amax):
+    x = (finite(np.float32)[::2] * np.clip(amax, 1e-39, 1e35)).astype(np.float32)
+    agree(fp4kit.search_scales, x, FOUR_OVER_SIX, tensor_amax=amax, **SIDES[side])
+    agree(fp4kit.search_scales, np.resize(extreme(), (24, 64)), STATIC, tensor_amax=amax, **SIDES[side])
+
+
+@pytest.mark.parametrize("recipe", [STATIC, FOUR_OVER_SIX])
+@pytest.mark.parametrize("candidates", ["near", (-2, 6), (0, 0), (3, 9), (-200, 0), (100, 10**20), (-(10**20), -100)])
+def test_candidates(recipe, candidates):
+    for side in SIDES.values():
+        agree(fp4kit.search_scales, searched_blocks(BF16), recipe, tensor_amax=4.0, candidates=candidates, **side)
+    agree(fp4kit.search_scales, searched_blocks(np.float16), recipe, tensor_amax=1e-30, candidates=candidates)
+
+
+@pytest.mark.parametrize("weight", [1e-45, 1e-40, 1e-38, 2.0**-60, 2.0**60, 1e38])
+def test_weights_far_from_1(weight):
+    """Losses of which squares are lost, or infinite."""
+    x = finite(np.float32, 4)
+    for amax in (1e-6, 4.0, 1e9):
+        scaled = (x * np.float32(amax)).astype(np.float32)
+        for weights in (np.full(64, weight), np.minimum(GAPS * np.float64(weight), 3e38), np.where(np.arange(64) % 7, 1, weight)):
+            agree(fp4kit.search_scales, scaled, STATIC, tensor_amax=4 * amax, weights=weights.astype(np.float32))
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+def test_blocks_of_several_rows(rows):
+    r = replace(RECIPES[STATIC], id="tall", block=(rows, 16))
+    for x in (searched_blocks(np.float32), searched_blocks(BF16, 1)[:19]):
+        for side in SIDES.values():
+            for candidates in ("all", "near"):
+                agree(fp4kit.search_scales, x, r, tensor_amax=4.0, candidates=candidates, **side)
+
+
+def test_experts_and_both_axes():
+    x = finite(np.float32, 2).reshape(4, 24, 64)
+    for amax in (np.float32([1, 2, 3, 4]), 3.0):
+        for side in SIDES.values():
+            agree(fp4kit.search_scales, x, STATIC, tensor_amax=amax, **side)
+    agree(fp4kit.search_scales, finite(BF16, 3), STATIC, axis=0, weights=np.resize(WEIGHTS, 96))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view):
+    whole = ordinary(5, (128, 256), BF16)
+    x = cut(VIEWS[view](whole))
+    before = whole.tobytes()
+    for axis in range(-1, x.ndim - 1):
+        if x.shape[axis] % 16 == 0:
+            agree(fp4kit.search_scales, x, STATIC, axis=axis)
+    assert whole.tobytes() == before
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 33])
+def test_rows_and_columns_of_every_number(rows):
+    """Groups of sixteen blocks that end in the middle of rows, and of nothing."""
+    for columns in (16, 48, 272):
+        agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
+
+
+# ---- what is left, what is cut ------------------------------------------------------------------------------------------
+
+
+def test_the_engine_does_it(monkeypatch):
+    """The specification does none: a test of equality that it does alone would say nothing."""
+    monkeypatch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
+    for side in SIDES.values():
+        fp4kit.search_scales(searched_blocks(BF16), STATIC, tensor_amax=4.0, candidates="near", **side)
+    with pytest.raises(pytest.fail.Exception):
+        fp4kit.search_scales(unaligned(ordinary()), STATIC)
+
+
+def test_near_codes_that_the_library_has_not():
+    agree(fp4kit.search_scales, finite(BF16), replace(RECIPES[STATIC], id="other", scale_max=320), candidates=(-3, 3))
+    agree(fp4kit.search_scales, finite(BF16), replace(RECIPES[STATIC], id="other", scale_max=320))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_in_small_units(view, small_units):
+    """Weights and Hessians follow their columns."""
+    x = cut(VIEWS[view](ordinary(6, (128, 256))))
+    for axis in range(-1, x.ndim - 1):
+        K = x.shape[axis]
+        if K and K % 16 == 0:
+            side = {"hessian": hessians(K)} if view in ("gaps", "one row") else {"weights": np.resize(WEIGHTS, K)}
+            agree(fp4kit.search_scales, x, STATIC, axis=axis, tensor_amax=9.0, **side)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_blocks_in_small_units(side, small_units):
+    for dtype in FLOATS:
+        agree(fp4kit.search_scales, searched_blocks(dtype), STATIC, tensor_amax=4.0, candidates="near", **SIDES[side])
+
+
+def test_any_number_of_threads():
+    x = np.tile(searched_blocks(BF16), (4, 2))
+    expected = agree(fp4kit.search_scales, x, STATIC, tensor_amax=4.0)
+    for threads in (1, 2, 5, 64):
+        assert_equal(fp4kit.search_scales(x, STATIC, tensor_amax=4.0, threads=threads), expected)
+
+
+# ---- bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def by_bounds_and_all(x, amax, **options) -> float:
+    """Assert that both give the same bits; the share of blocks that the bounds did not prove."""
+    search = search_call("search_scales", x, STATIC, -1, amax, Wanted(**options))
+    found, unproven = [], np.zeros((2, 1), np.uint64)
+    for bounded, counted in zip((True, False), unproven, strict=True):
+        found.append(np.zeros((len(x), x.shape[1] // 16), np.float32))
+        searching.search_matrix(x, found[-1], search.call.tensor_amax, search, counted, bounded)
+    assert_equal(*found)
+    assert unproven[1] == found[0].size
+    return int(unproven[0, 0]) / found[0].size
+
+
+@pytest.mark.parametrize("blocks", [40_000, *exhaustive([2_000_000])])
+def test_bounds_against_all_candidates(blocks):
+    x = np.random.default_rng(2).standard_normal((blocks // 4, 64), np.float32)
+    assert by_bounds_and_all(x.astype(BF16), 6.0) < 0.01
+    assert by_bounds_and_all(x, 6.0) < 0.001
+    assert by_bounds_and_all(x, 6.0, weights=WEIGHTS) < 0.001
+    assert by_bounds_and_all(x * np.float32(1e-30), 6e-30) == 1
+    assert by_bounds_and_all(np.where(abs(x) < 0.1, 0, x), 6.0, weights=GAPS) < 0.05
+
+
+def test_blocks_near_ties_are_not_proven():
+    """Of 1/4 of a scale and of values that twice that scale has too: both lose the same, if quotients near ties are right."""
+    rng = np.random.default_rng(3)
+    scales = decode(rng.integers(16, 100, (2000, 1, 1), np.uint8), E4M3)
+    x = rng.choice(np.float32([0.25, 1, 2, 6]), (2000, 4, 16)) * scales * rng.choice(np.float32([-1, 1]), (2000, 4, 16))
+    assert by_bounds_and_all(x.reshape(2000, 64), E2M1.max * E4M3.max) > 0.5
+
+
+FORMS = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "few values": lambda rng, shape: rng.choice([0, 0.25, 0.75, 1, 1.25, 2.5, 3.5, 5, 6, 7], shape),
+    "heavy": lambda rng, shape: rng.standard_t(1, shape),
+    "sparse": lambda rng, shape: rng.standard_normal(shape) * (rng.random(shape) < 0.1),
+}
+
+
+@sampled(
+    24, 2000, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)),
+    rows=st.integers(1, 40), blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3),
+    recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
+    candidates=st.one_of(st.sampled_from(["all", "near"]), st.tuples(st.integers(-130, 0), st.integers(0, 130))),
+    side=st.sampled_from(["", "", "weights", "hessian"]),
+)  # fmt: skip
+def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe, candidates, side):
+    rng = np.random.default_rng(seed)
+    top = float(np.clip(2.0**log_amax, 1e-7, 6e4)) if dtype == np.float16 else 2.0**log_amax
+    with np.errstate(over="ignore"):
+        x = (FORMS[form](rng, (rows, 16 * blocks)) * top * 2.0**log_size).astype(dtype)
+    given = {"weights": rng.random(16 * blocks) * 2.0 ** rng.integers(-9, 9), "hessian": hessians(16 * blocks, seed)}
+    agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **({side: given[side]} if side else {}))
+
+
+# ---- a recipe with a search ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_quantize_searches(dtype, monkeypatch):
+    """By the library: values, too, and columns and experts; what is transformed first, by the specification."""
+    x, others = finite(dtype), searched_blocks(dtype)
+    with monkeypatch.context() as patch:
+        patch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
+        fp4kit.quantize(x[:1], SEARCHING)
+    agree(fp4kit.quantize, x, SEARCHING)
+    agree(fp4kit.quantize, others, SEARCHING)
+    agree(fp4kit.quantize, x, SEARCHING, axis=0)
+    agree(fp4kit.quantize, x.reshape(4, 24, 64), SEARCHING, tensor_amax=np.float32([1, 2, 3, 4]))
+    agree(fp4kit.quantize, x[:8], SEARCHING, hadamard=True)
+    agree(fp4kit.fake_quantize, others, SEARCHING, tensor_amax=4.0)
