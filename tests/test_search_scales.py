@@ -243,6 +243,13 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
     assert_least(np.where(near, every, np.inf), steps + 3)
 
 
+def test_the_least_of_powers_that_are_as_good() -> None:
+    """2 is 4 * 0.5 and 2 * 1, and saturates under 0.25."""
+    x = np.zeros((1, 32), np.float32)
+    x[0, 7] = -2
+    assert fp4kit.search_scales(x, "mxfp4-ocp") == 2 == fp4kit.search_scales(x, "mxfp4-torchao-rceil")
+
+
 def test_powers_that_are_asked_for() -> None:
     x = some(16, 64)
     own = fp4kit.quantize(x, "mxfp4-ocp")

@@ -43,10 +43,10 @@ PLAIN = Terms()
 class Wanted(NamedTuple):
     """What the caller asks for."""
 
-    objective: Any
-    weights: Any
-    hessian: Any
-    candidates: Any
+    objective: Any = "mse"
+    weights: Any = None
+    hessian: Any = None
+    candidates: Any = "all"
 
 
 class Search(NamedTuple):
