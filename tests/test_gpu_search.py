@@ -48,6 +48,8 @@ def test_weights() -> None:
     check(x, tensor_amax=5.0, weights=weights)
     weights[::3] = 0
     check(x, tensor_amax=5.0, weights=weights, candidates="near")
+    for scale in (1e-38, 1e-30, 1e30, 0):  # where squares are lost, or leave the range
+        check(x[:48], tensor_amax=5.0, weights=(weights * np.float32(scale)).astype(np.float32))
 
 
 def test_columns_experts_views_and_odd_sizes() -> None:
@@ -82,6 +84,8 @@ def test_hessian(dtype) -> None:
     for amax in (4.0, 1e-7, 0.0):
         check(x, tensor_amax=amax, hessian=hessians(128, 1))
     check(x, tensor_amax=4.0, hessian=hessians(128), candidates=(-3, 4))
+    for scale in (1e-30, 1e30):
+        check(x[:48], tensor_amax=4.0, hessian=hessians(128) * np.float32(scale))
     check(x, "nvfp4-modelopt-static-4over6", tensor_amax=4.0, hessian=hessians(128))
 
 

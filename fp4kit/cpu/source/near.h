@@ -37,24 +37,13 @@ struct Sixteen {
   }
 };
 
-// Losses of blocks, each under a candidate of its own.
+// Losses of blocks, each under a candidate of its own. Compiled once, not into each of its calls, which took a minute.
 template <bool kAny, bool kWeighted>
-void put_losses(const Sixteen<kWeighted>& blocks, const float* scales, const float* reciprocals, float* __restrict losses) {
+__attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, const float* scales, const float* reciprocals, float* __restrict losses) {
   for (int lane = 0; lane < kLanes; ++lane) {
     const Candidate c = {scales[lane], reciprocals[lane]};
     losses[lane] = loss_of<kAny>(blocks.block(lane), c, kAny ? moved_by(c.scale) : 1.0f);
   }
-}
-
-// Whether no square that decides is lost, or too large, for weights that are far from 1: of a block under its least scale that bounds ask for.
-__forceinline__ bool keeps_squares(const Searched<true>& block, float amax, float scale) {
-  float least = float_of(kInfinityBits), most = 0.0f;
-  FP4KIT_UNROLL
-  for (int j = 0; j < kSearched; ++j) {
-    least = block.w[j] > 0.0f ? fminf(block.w[j], least) : least;
-    most = fmaxf(block.w[j], most);
-  }
-  return least * scale >= 0x1p-120f && least * scale * scale >= 0x1p-120f && most * amax * amax <= 0x1p120f;
 }
 
 template <bool kWeighted>
@@ -161,7 +150,7 @@ struct Near {
   }
 
   // code: of the first least loss, where it is proven to be that of all.
-  void run() {
+  __attribute__((noinline)) void run() {
     begin();
     upward();
     downward();

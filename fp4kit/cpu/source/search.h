@@ -38,7 +38,7 @@ void put_row(const Bits* x, float* __restrict out) {
 
 // sum of (w) d^2 of a row of a block, under every candidate.
 template <bool kWeighted>
-void put_squares(const float* row, const float* weights, const Candidates& all, float* __restrict losses) {
+__attribute__((noinline)) void put_squares(const float* row, const float* weights, const Candidates& all, float* __restrict losses) {
   Sixteen<kWeighted> same;
   for (int j = 0; j < kSearched; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -49,7 +49,7 @@ void put_squares(const float* row, const float* weights, const Candidates& all, 
 }
 
 // d^T H d of a row of a block under sixteen candidates: d^T H by fma, then pairs, the second first, then folded.
-void put_quadratic(const float* row, const float* hessian, const float* scales, const float* reciprocals, float* __restrict losses) {
+__attribute__((noinline)) void put_quadratic(const float* row, const float* hessian, const float* scales, const float* reciprocals, float* __restrict losses) {
   float d[kSearched][kLanes], pairs[kSearched / 2][kLanes];
   for (int j = 0; j < kSearched; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {

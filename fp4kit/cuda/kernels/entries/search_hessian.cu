@@ -16,7 +16,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __syncthreads();
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);
   __syncthreads();
-  const bool is_usual = shared.ordinary && amax_of_tensor > 0x1p-20f;  // below that scales are not those of their codes
+  const bool is_usual = shared.ordinary && amax_of_tensor > 0x1p-20f && keeps_squares(h, shared);  // below, scales are not their codes'
   const float sure = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;

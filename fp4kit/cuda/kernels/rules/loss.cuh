@@ -104,3 +104,18 @@ FP4KIT_UNROLL
   }
   return near;
 }
+
+// Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of its first code.
+template <bool kWeighted>
+FP4KIT_DEVICE bool keeps_squares(const Searched<kWeighted>& block, float amax, float scale) {
+  if constexpr (kWeighted) {
+    float least = float_of(kInfinityBits), most = 0.0f;
+    FP4KIT_UNROLL
+    for (int j = 0; j < kSearched; ++j) {
+      least = block.w[j] > 0.0f ? fminf(block.w[j], least) : least;
+      most = fmaxf(block.w[j], most);
+    }
+    return least * scale >= 0x1p-120f && least * scale * scale >= 0x1p-120f && most * amax * amax <= 0x1p120f;
+  }
+  return true;
+}

@@ -69,6 +69,7 @@ FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Spa
     second = fminf(second, fmaxf(loss, best.loss));
     if (loss < best.loss) best = {loss, code};
   }
+  if (!keeps_squares(block, amax, shared.of[minimum(first, kLastCandidate)].scale)) return false;
   const Best above = best;
   const float weight = weight_of_largest(block, amax);
 #pragma unroll 1

@@ -42,6 +42,16 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   return true;
 }
 
+// Whether no square that decides is lost, or too large: of diagonals far from 1, under the scales of all codes.
+FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
+  const float low = shared.of[1].scale, high = 7.0f * shared.of[kLastCandidate].scale;
+  for (int i = 0; i < kSearched; ++i) {
+    const float weight = h.of[i][i];
+    if (weight != 0.0f && !(weight * low >= 0x1p-100f && weight * low * low >= 0x1p-100f && weight * high * high <= 0x1p100f)) return false;
+  }
+  return true;
+}
+
 // d_i of a row's 16 elements under a candidate, with the signs of the elements.
 template <bool kAny>
 FP4KIT_DEVICE void left_of_row(const float (&x)[kSearched], Candidate c, float moved, float (&d)[kSearched]) {
