@@ -22,7 +22,7 @@ from measure import REPEAT, SIZE, Bench
 import fp4kit
 
 HERE = Path(__file__).resolve().parent
-ELSEWHERE = ("checkpoint", "cpu", "distributed")  # without a GPU; with several
+ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # without a GPU; with several
 FIRST = ("small",)  # host times: other libraries, once loaded, keep threads and processes busy
 
 

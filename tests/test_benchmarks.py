@@ -286,7 +286,7 @@ def test_the_driver_goes_on_after_a_failure(monkeypatch, capsys):
 
 def test_committed_tables_are_those_of_the_records():
     for path in RESULTS.rglob("*.md"):
-        if path.with_suffix(".json").exists() and path.stem != "cpu":
+        if path.with_suffix(".json").exists() and path.stem not in ("cpu", "scale-search"):
             record = json.loads(path.with_suffix(".json").read_text())
             assert path.stem == report.slug(record)
             assert path.read_text() == report.markdown(record), "run python benchmarks/report.py on the record"

@@ -35,6 +35,7 @@ RIGHT = {
     "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
     "recipe": {"id": "nvfp4"},
     "requantize": {"q": Q, "recipe": "mxfp4"},
+    "search_scales": {"x": X, "recipe": "nvfp4-modelopt-static"},
     "set_num_threads": {"count": 2},
     "swizzle": {"q_or_scales": Q, "layout": "swizzled_8x4"},
     "transpose": {"q": Q},

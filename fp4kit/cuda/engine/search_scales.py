@@ -15,7 +15,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import PLAIN, Search, Terms, check_swept
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, multiprocessors
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.parts import scale_shape
@@ -57,7 +57,7 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
         blocks, of_columns = grid(-(-x.size // 16 // THREADS), device, 8), terms.weights
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
-        strips = max(min(-(-rows // THREADS), multiprocessors(device) * 8 // (columns // 16)), 1)
+        strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // 16)), 1)
         blocks, of_columns = columns // 16 * strips, terms.hessian
     offsets = (end & _WORD for end in terms.offsets or _ALL)
     launch = Launch(function, blocks, _SEARCH, rows, columns, *offsets)
