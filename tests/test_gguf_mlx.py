@@ -58,7 +58,7 @@ def all_bytes(name, dtype):
     codes = np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8)
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
     with np.errstate(all="ignore"):
-        return dequantize_tile(codes, scales, decoding(r, dtype), NONE)[:, :count].astype(dtype)
+        return dequantize_tile(codes, scales, decoding(r, np.dtype(dtype)), NONE)[:, :count].astype(dtype)
 
 
 def recorded_bytes(golden, file, variant, part):
