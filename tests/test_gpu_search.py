@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, cupy, differing
-from searched import STATIC, searched_blocks
+from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 
@@ -61,19 +61,6 @@ def test_columns_experts_views_and_odd_sizes() -> None:
     check(x[:0])
     whole = cupy.asarray(np.concatenate([np.zeros(3, np.float32), x.reshape(-1)]))
     assert differing(fp4kit.search_scales(whole[3:].reshape(x.shape), STATIC), fp4kit.search_scales(x, STATIC)) == 0
-
-
-def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual ones."""
-    rng = np.random.default_rng(seed)
-    samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))
-    found = (samples.transpose(0, 2, 1) @ samples / 40).astype(np.float32)
-    few = rng.standard_normal((3, 16))
-    found[1 % len(found)] = few.T @ few
-    if len(found) > 4:
-        found[2], found[3] = np.diag(rng.choice([0, 1, 3], 16)), np.eye(16)
-        found[4] -= 3 * np.eye(16, dtype=np.float32)
-    return found
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])

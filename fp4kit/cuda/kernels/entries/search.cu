@@ -6,7 +6,6 @@ template <bool kWeighted>
 struct Left {
   Searched<kWeighted> block;
   Span span;
-  u32 code;
 };
 
 // The first code of least loss in a span, by all threads of a warp.
@@ -61,7 +60,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a) {
     if (!proven && shared.ordinary) proven = search_near(block, amax, span, shared, best);
     for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
       const u32 lane = 31u - __clz(open & (0u - open));
-      if (threadIdx.x % 32u == lane) left = {block, span, 0u};
+      if (threadIdx.x % 32u == lane) left = {block, span};
       __syncwarp();
       const u32 code = search_fully(left, shared);
       if (threadIdx.x % 32u == lane) best.code = code, ++unproven;
