@@ -79,28 +79,21 @@ def test_signal_in_each_phase(
     assert check_moment(model, tmp_path, last, number, after) == state
 
 
-def spread(moments: list[str], count: int) -> list[int]:
-    """Moments evenly among the events of the start, and of the work."""
+def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
+    """Moments evenly among the events of the start, and of the work, and each one of the end, which are few."""
     work = next(i for i, event in enumerate(moments) if event.startswith("os.mkdir ")) - 40
-    start, rest = np.linspace(1, work, count // 4, dtype=int), np.linspace(work, len(moments), count - count // 4, dtype=int)
-    return [int(last) for last in (*start, *rest)]
-
-
-@pytest.mark.exhaustive
-def test_signals_at_many_moments(model: Path, moments: list[str], tmp_path: Path) -> None:
-    signals = list(CODES)
-    for i, last in enumerate(spread(moments, 9)):
-        (tmp_path / str(i)).mkdir()
-        check_moment(model, tmp_path / str(i), last, signals[i % 3])
+    end = next(i for i, event in enumerate(moments) if event.startswith("os.rename "))
+    drawn = (*np.linspace(1, work, count // 4, dtype=int), *np.linspace(work, end, count - count // 4, dtype=int))
+    return [(int(last), START) for last in drawn] + [(last, RENAME) for last in range(1, len(moments) - end + 1)]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
 def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path: Path, number: signal.Signals) -> None:
     found = set()
-    for i, last in enumerate(spread(moments, 80)):
+    for i, (last, after) in enumerate(spread(moments, 40)):
         (tmp_path / str(i)).mkdir()
-        found.add(check_moment(model, tmp_path / str(i), last, number))
+        found.add(check_moment(model, tmp_path / str(i), last, number, after))
     assert {"start", "nothing", "complete"} <= found
 
 
