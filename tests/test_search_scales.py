@@ -333,6 +333,17 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
     assert fp4kit.search_scales(half, FP8) == fp4kit.search_scales(half.astype(np.float32), FP8)
 
 
+@pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
+def test_a_grid_of_what_is_not_finite(recipe, recwarn) -> None:
+    """No warning; rows that are finite are searched as ever, where they have amaxes of their own."""
+    x = some(4)
+    x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)
+    found = fp4kit.search_scales(x, recipe)
+    if found.ndim:
+        assert found[3] == fp4kit.search_scales(x[3:], recipe)[0]
+    assert not recwarn.list
+
+
 def test_a_grid_by_another_objective() -> None:
     x = some(8)
     found = fp4kit.search_scales(x, "int8-modelopt", objective="max")
