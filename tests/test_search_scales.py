@@ -243,6 +243,22 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
     assert_least(np.where(near, every, np.inf), steps + 3)
 
 
+@pytest.mark.parametrize("block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 24), ("mxfp8-te", 80)])
+@pytest.mark.parametrize("objective", ["mse", "max"])
+def test_powers_of_blocks_of_any_length(block, objective) -> None:
+    """Elements are added in pairs, of which there need not be a power of two."""
+    recipe, columns = block
+    r = replace(fp4kit.recipe(recipe), block=(1, columns))
+    x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1
+    found = fp4kit.search_scales(x, r, candidates=(-2, 1), weights=weights, objective=objective)
+    every = []
+    for step in range(-2, 2):
+        values = fp4kit.dequantize(fp4kit.quantize(x, r, block_amax=np.ldexp(fp4kit.amax(x, r), step)), np.float32)
+        d = (weights * np.abs(np.float64(x) - values) ** (1 if objective == "max" else 2)).reshape(200, 2, columns)
+        every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
+    assert_least(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
+
+
 def test_the_least_of_powers_that_are_as_good() -> None:
     """2 is 4 * 0.5 and 2 * 1, and saturates under 0.25."""
     x = np.zeros((1, 32), np.float32)
