@@ -392,10 +392,14 @@ def hessian(**at: float) -> np.ndarray:
     return found
 
 
+def variant(**fields) -> fp4kit.Recipe:
+    return replace(fp4kit.recipe(STATIC), **fields)
+
+
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
-    "one of E8M0 scales, or FP8 or integers without block scales"
+    "needs a static recipe of nearest E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as "
+    "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
@@ -453,8 +457,30 @@ ERRORS = {
         {"recipe": FP8, "hessian": EYES}, ValueError,
         "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
     ),
-    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
-    "4over6": ({"recipe": "nvfp4-te-4over6-mse-256"}, ValueError, f"nvfp4-te-4over6-mse-256 cannot be searched; {SEARCHED}"),
+    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched, with static False; {SEARCHED}"),
+    "4over6": (
+        {"recipe": "nvfp4-te-4over6-mse-256"}, ValueError,
+        f"nvfp4-te-4over6-mse-256 cannot be searched, with static False; {SEARCHED}",
+    ),
+    "no tensor scale": (
+        {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)}, ValueError,
+        f"nvfp4-qwix cannot be searched, with tensor_scaling 'none'; {SEARCHED}",
+    ),
+    "a tensor scale a row": (
+        {"recipe": variant(tensor_scaling="row")}, ValueError,
+        f"{STATIC} cannot be searched, with tensor_scaling 'row'; {SEARCHED}",
+    ),
+    "scales of amax / 4": (
+        {"recipe": replace(fp4kit.recipe("nvfp4-fouroversix-4"), static=True, tensor_rule="fouroversix")}, ValueError,
+        f"nvfp4-fouroversix-4 cannot be searched, with block_rule 'fouroversix_4'; {SEARCHED}",
+    ),
+    "a tensor scale of amax / 4": (
+        {"recipe": variant(tensor_rule="fouroversix_4")}, ValueError,
+        f"{STATIC} cannot be searched, with tensor_rule 'fouroversix_4'; {SEARCHED}",
+    ),
+    "codes toward zero": (
+        {"recipe": variant(rounding="rz")}, ValueError, f"{STATIC} cannot be searched, with rounding 'rz'; {SEARCHED}",
+    ),
     "a Hessian of other blocks": (
         {"recipe": "mxfp4", "hessian": EYES}, ValueError,
         "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",
