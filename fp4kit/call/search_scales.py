@@ -11,8 +11,9 @@ from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import as_real, has_given_powers
 from fp4kit.call.check import check_has_codes
 from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.validate import unfit_for_sweep
 
 NEAR = (-8, 8)  # codes beside that of the amax
 WIDEST = 126  # codes beside one that all candidates are among
@@ -143,11 +144,12 @@ def power_of(op: str, objective: Any) -> float:
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    given = r.static or r.search == "modelopt_sweep"
-    if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+    unfit = unfit_for_sweep(r) or ("static" if not r.static and r.search != "modelopt_sweep" else None)
+    if unfit is not None:
         raise ValueError(
-            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as "
-            "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+            f"{op}: {r.id} cannot be searched, with {unfit} {getattr(r, unfit)!r}; needs a static recipe of nearest E2M1 "
+            "elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as nvfp4-modelopt-static, "
+            "one of E8M0 scales, or FP8 or integers without block scales"
         )
 
 

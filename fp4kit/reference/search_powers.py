@@ -25,7 +25,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
         tile, blocks = widen(x[rows, columns], r, None), slice(columns.start // r.block_size, columns.stop // r.block_size)
-        weights = None if terms.weights is None else terms.weights[columns].reshape(-1, r.block_size)
+        weights = None if terms.weights is None else _of_full_length(terms.weights[columns].reshape(-1, r.block_size))
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
@@ -37,11 +37,18 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     for j in _steps(own, code, r, terms):
         candidate = np.ldexp(own, j)
         codes, scales = quantize_tile(x, r, tensor, dtype, candidate, None)
-        d = np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size)
+        d = _of_full_length(np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size))
         loss = squared(d, terms.weights) if terms.power == 2 else powers(d, terms.weights, terms.power)
         better = (loss < best) & (_codes(scales) == code + j)
         best, chosen = np.where(better, loss, best), np.where(better, candidate, chosen)
     return chosen
+
+
+def _of_full_length(a: np.ndarray) -> np.ndarray:
+    """Blocks with zeros behind up to a power of two, and four, which sums are folded from: no loss changes by a 0."""
+    size = a.shape[-1]
+    missing = max(1 << (size - 1).bit_length(), 4) - size
+    return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
