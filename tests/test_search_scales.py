@@ -243,6 +243,19 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
     assert_least(np.where(near, every, np.inf), steps + 3)
 
 
+@pytest.mark.parametrize("columns", [12, 48, 80])
+@pytest.mark.parametrize("objective", ["mse", "max"])
+def test_each_element_counts_once_in_blocks_of_any_size(columns, objective) -> None:
+    x, r = some(24, 4 * columns), replace(fp4kit.recipe("mxfp4"), id="other", block=(1, columns))
+    found = fp4kit.search_scales(x, r, objective=objective, candidates=(-1, 1))
+    every = []
+    for step in (-1, 0, 1):
+        values = fp4kit.dequantize(fp4kit.quantize(x, r, block_amax=np.ldexp(fp4kit.amax(x, r), step)), np.float32)
+        d = np.abs(np.float64(x) - values).reshape(24, 4, columns)
+        every.append(d.max(axis=-1) if objective == "max" else (d**2).sum(axis=-1))
+    assert_least(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 1, 1e-6)
+
+
 def test_the_least_of_powers_that_are_as_good() -> None:
     """2 is 4 * 0.5 and 2 * 1, and saturates under 0.25."""
     x = np.zeros((1, 32), np.float32)
@@ -367,8 +380,8 @@ def hessian(**at: float) -> np.ndarray:
 
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
-    "one of E8M0 scales, or FP8 or integers without block scales"
+    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales and a scale of the tensor, "
+    "such as nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
@@ -428,6 +441,14 @@ ERRORS = {
     ),
     "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
     "4over6": ({"recipe": "nvfp4-te-4over6-mse-256"}, ValueError, f"nvfp4-te-4over6-mse-256 cannot be searched; {SEARCHED}"),
+    "a scale a row": (
+        {"recipe": replace(fp4kit.recipe(STATIC), id="rows", tensor_scaling="row")}, ValueError,
+        f"rows cannot be searched; {SEARCHED}",
+    ),
+    "blocks of 6": (
+        {"recipe": replace(fp4kit.recipe("mxfp4"), id="six", block=(1, 6)), "x": some(2, 24)}, ValueError,
+        "six has blocks of 6 columns; a search needs a multiple of 4",
+    ),
     "a Hessian of other blocks": (
         {"recipe": "mxfp4", "hessian": EYES}, ValueError,
         "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",

@@ -10,13 +10,15 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import as_real, has_given_powers
 from fp4kit.call.check import check_has_codes
-from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
+from fp4kit.call.parse import Call, array_call, with_amaxes
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, recipe_of
 
 NEAR = (-8, 8)  # codes beside that of the amax
 WIDEST = 126  # codes beside one that all candidates are among
+AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
 RUN = 16  # elements of a row of a block
+FOUR = 4  # neighbours whose losses are added first
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
 MOST = 10000
@@ -60,6 +62,11 @@ class Search(NamedTuple):
         """Whether block scales are powers of two."""
         return self.call.recipe.scale == E8M0
 
+    @property
+    def is_swept(self) -> bool:
+        """Whether E4M3 scales are searched by squares."""
+        return self.terms.grid is None and not self.has_powers and self.terms.power == 2
+
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
     """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
@@ -71,6 +78,8 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     else:
         if has_given_powers(r):
             _check_no_hessian(op, hessian, r)
+            if r.block_size % FOUR:
+                raise ValueError(f"{op}: {r.id} has blocks of {r.block_size} columns; a search needs a multiple of {FOUR}")
         else:
             check_searched(op, r)
         offsets = _offsets(op, candidates)
@@ -88,17 +97,6 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
         if isinstance(array, np.ndarray):
             _CHECKS[name](op, array)
     return Search(call, Terms(*found, offsets, power, grid))
-
-
-def check_swept(search: Search) -> None:
-    """Raise Declined for what is no sweep of E4M3 scales by squares, which compiled engines and GPUs alone do."""
-    if search.terms.grid is not None:
-        raise Declined(f"{search.call.recipe.id} is searched over a grid of amaxes; compute on the CPU with cupy.asnumpy(x)")
-    if search.has_powers:
-        name = search.call.recipe.id
-        raise Declined(f"{name} has E8M0 scales, which no CUDA kernel searches; compute on the CPU with cupy.asnumpy(x)")
-    if search.terms.power != 2:
-        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
 
 
 def _has_grid(r: Recipe) -> bool:
@@ -144,10 +142,11 @@ def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
     given = r.static or r.search == "modelopt_sweep"
-    if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+    blocks = r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN
+    if not (given and blocks and r.tensor_scaling == "tensor"):
         raise ValueError(
-            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as "
-            "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales and a "
+            "scale of the tensor, such as nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
         )
 
 
