@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import by_default
-from on_gpu import ON_GPU, cupy, differing
+from on_gpu import ON_GPU, assert_same, cupy, differing
+from on_gpu import check as gpu_check
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
@@ -19,6 +20,10 @@ from fp4kit.recipes import RECIPES
 pytestmark = ON_GPU
 
 BF16 = ml_dtypes.bfloat16
+
+
+def finite(dtype, seed: int = 0) -> np.ndarray:
+    return np.nan_to_num(searched_blocks(dtype, seed).astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
 
 
 def check(x: np.ndarray, recipe: Any = STATIC, **options: Any) -> None:
@@ -101,6 +106,50 @@ def test_recipe_that_searches(dtype) -> None:
     assert again is out and differing(out.packed, fp4kit.quantize(x, MSE).packed) == 0
 
 
+@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_recipe_that_searches_what_is_transformed(hadamard, dtype) -> None:
+    for axis in (0, 1):
+        gpu_check(finite(dtype), MSE, hadamard=hadamard, axis=axis)
+    gpu_check(finite(dtype).reshape(4, 24, 64), MSE, hadamard=hadamard, tensor_amax=cupy.asarray(np.float32([1, 2, 3, 4])))
+
+
+def same(ours: list[Any], theirs: list[Any]) -> None:
+    for gpu, cpu in zip(ours, theirs, strict=True):
+        (assert_same if isinstance(cpu, fp4kit.Quantized) else check_values)(gpu, cpu)
+
+
+def check_values(gpu: Any, cpu: np.ndarray) -> None:
+    assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("members", [3, 35])
+def test_groups_that_search(members) -> None:
+    """Of several dtypes, of any sizes, none too; stacks, of experts too; as many as are no arguments of a kernel."""
+    x = finite(np.float32)
+    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)] + [x[:0]]
+    there = [cupy.asarray(a) for a in xs]
+    for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
+        same(function(there, MSE), function(xs, MSE))
+    amaxes = [3.0 + i for i in range(len(xs))]
+    same(fp4kit.quantize_grouped(there, MSE, tensor_amax=amaxes), fp4kit.quantize_grouped(xs, MSE, tensor_amax=amaxes))
+    stack = x[:64].reshape(4, 16, 64)
+    for options in ({}, {"axis": 0}, {"scale_layout": "swizzled_128x4"}, {"hadamard": True}):
+        same(fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options))
+
+
+def test_plan_that_searches() -> None:
+    """What is written into the tensors counts, and amaxes are kept where they shall be."""
+    xs = [finite(BF16), finite(BF16, 1)[:40]]
+    there = [cupy.asarray(a) for a in xs]
+    plan = fp4kit.GroupedPlan(there, MSE)
+    same(plan.quantize(), [fp4kit.quantize(x, MSE) for x in xs])
+    for a, x in zip(there, xs, strict=True):
+        a[...] = cupy.asarray(x[::-1])
+    same(plan.quantize(keep_amax=True), [fp4kit.quantize(x[::-1], MSE) for x in xs])
+    same(plan.fake_quantize(), [fp4kit.fake_quantize(x[::-1], MSE) for x in xs])
+
+
 def test_recipe_equals_its_two_steps() -> None:
     x = searched_blocks(np.float32)[:40]
     amax = fp4kit.search_scales(x, MSE)
@@ -114,10 +163,6 @@ def test_recipe_equals_its_two_steps() -> None:
 TALL = {rows: replace(RECIPES[STATIC], id=f"static-{rows}x16", block=(rows, 16)) for rows in (2, 16)}
 WEIGHTS = (np.random.default_rng(5).random(64) ** 3 * (np.arange(64) % 5 > 0)).astype(np.float32)
 SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": hessians(64)}}
-
-
-def finite(dtype, seed: int = 0) -> np.ndarray:
-    return np.nan_to_num(searched_blocks(dtype, seed).astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
 
 
 @pytest.mark.parametrize(("side", "dtype"), [("plain", np.float32), ("weights", BF16), ("hessian", np.float16)])

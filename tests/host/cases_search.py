@@ -12,9 +12,10 @@ from searched import STATIC, hessians, searched_blocks
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search as SearchCall
 from fp4kit.call.search_scales import Terms
-from fp4kit.cuda.engine.search_scales import search_matrix
+from fp4kit.cuda.engine.search_scales import search_group, search_matrix
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
+from fp4kit.reference.hadamard import hadamard_blocks
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
@@ -55,3 +56,33 @@ class Search:
             device_amax = None if amax is None else DeviceArray(amax)
             search_matrix(DeviceArray(x, misalignment), out, device_amax, r, there)
             yield f"search of {self}", out.array, engine.search_scales(SearchCall(call, terms))
+
+
+@dataclass(frozen=True)
+class GroupedSearch:
+    """Instantiations of the grouped kernel; so often that they are a table in device memory, or arguments of the kernel."""
+
+    dtype: np.dtype
+    times: int = 1
+    mask: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-grouped{f'-{self.times}-times' * (self.times > 1)}{'-hadamard' * (self.mask is not None)}"
+
+    def run(self) -> Iterator[Result]:
+        x = searched_blocks(self.dtype)
+        xs = [x[:33], x[33:34], x[34:43, :16]] * self.times
+        for misalignment in (0, self.dtype.itemsize):
+            group = [
+                (
+                    DeviceArray(a, misalignment * (i != 1)),
+                    DeviceArray.output((len(a), a.shape[1] // 16), np.float32),
+                    DeviceArray(np.float32([4])),
+                )
+                for i, a in enumerate(xs)
+            ]
+            search_group(group, STATIC_RECIPE, self.mask)()
+            for i, (a, (_, out, _)) in enumerate(zip(xs, group, strict=True)):
+                seen = a if self.mask is None else hadamard_blocks(a, self.mask)
+                call = Call("search_scales", seen, STATIC_RECIPE, 1, seen, np.float32(4))
+                yield f"search of {i}", out.array, engine.search_scales(SearchCall(call))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -14,7 +14,7 @@ from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, Terms
-from fp4kit.cuda import loader
+from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.limits import check_formats
@@ -44,17 +44,22 @@ def search_scales(search: Search) -> Any:
         amaxes = tensor_amax(call, x)
         out = cupy.empty(scale_shape(x.shape, r), np.float32)
         terms = search.terms._replace(weights=ready(search.terms.weights), hessian=ready(search.terms.hessian))
-        for i, (part, found) in enumerate(_matrices(x, out, is_per_expert(amaxes, r), r) if x.size else ()):
-            search_matrix(part, found, part_of(amaxes, r, i, (prod(x.shape[:-2]), len(part))), r, terms)
+        for matrix in searched_matrices(x, out, amaxes, r):
+            search_matrix(*matrix, r, terms, mask=call.mask)
         return out
 
 
-def _matrices(x: Any, out: Any, per_expert: bool, r: Recipe) -> Iterator[tuple[Any, Any]]:
-    """Contiguous x and its amaxes as matrices: one, but for experts, and where a block would begin in one and end in the next."""
-    apart = x.ndim > 2 and (per_expert or x.shape[-2] % r.block_rows)
+def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
+    """Contiguous x and out as matrices with elements, and the tensor amax of each.
+
+    They are one but for experts, and for stacks in which a block would begin in one matrix and end in the next.
+    """
+    if not x.size:
+        return
+    apart, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
     B = prod(x.shape[:-2]) if apart else 1
-    K = x.shape[-1]
-    return zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)
+    for i, (part, found) in enumerate(zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)):
+        yield part, found, part_of(amaxes, r, i, (B, len(part)))
 
 
 def check_searched(search: Search) -> None:
@@ -72,8 +77,13 @@ def check_searched(search: Search) -> None:
             raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
 
 
-def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None) -> None:
-    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried."""
+def search_matrix(
+    x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None, mask: int | None = None
+) -> None:
+    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried.
+
+    mask: signs of the Hadamard transform that comes first, in the search of squares alone.
+    """
     check_count(x.size)
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
@@ -83,7 +93,7 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
-        function = _function("search", r, x.dtype, device, kAligned=whole, kWeighted=weighted)
+        function = _function("search", r, x.dtype, device, mask, kAligned=whole, kWeighted=weighted)
         blocks = grid(-(-x.size // RUN // THREADS), device, 8)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
@@ -112,23 +122,41 @@ def searched(call: Call) -> Call:
     as any other recipe that no way takes.
     """
     if call.block_amax is not None and not call.recipe.static:
-        return call._replace(recipe=_taking(call.recipe))
-    if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
+        return call._replace(recipe=taking(call.recipe))
+    if not is_searched(call.recipe) or call.has_scales:
         return call
     with interop.making_current(call.x.device.id):
         call = call._replace(tensor_amax=tensor_amax(call, interop.cupy().ascontiguousarray(call.moved)))
-        return call._replace(recipe=_taking(call.recipe), block_amax=search_scales(Search(call)))
+        return call._replace(recipe=taking(call.recipe), block_amax=search_scales(Search(call)))
 
 
-_KERNELS = ("modelopt_sweep",)
+def is_searched(r: Recipe) -> bool:
+    """Whether a recipe has a search, and a kernel does it."""
+    return r.search == "modelopt_sweep"
 
 
 @cache
-def _taking(r: Recipe) -> Recipe:
+def taking(r: Recipe) -> Recipe:
+    """The recipe that takes block amaxes in place of one that searches them."""
     return replace(r, search="", static=True)
 
 
+def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:
+    """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and device."""
+    xs, outs, amaxes = zip(*group, strict=True)
+    device, whole, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
+    arguments = np.zeros(len(xs), _SEARCH)
+    for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
+        arguments[name] = [address(array) for array in arrays]
+    arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
+    arguments["lower"], arguments["upper"] = _ALL
+    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small}
+    function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
+    parts = grouped.parts_of(np.array([x.size for x in xs]), device)
+    return grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
+
+
 @cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, **options: bool) -> Any:
-    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **options)
+def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
+    source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)

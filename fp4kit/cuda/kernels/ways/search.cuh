@@ -15,8 +15,8 @@
 #pragma once
 
 #include "block.cuh"
+#include "hadamard.cuh"
 #include "loss.cuh"
-#include "memory.cuh"
 
 struct SearchArguments {
   const void* x;
