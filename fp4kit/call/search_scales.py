@@ -72,7 +72,7 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = wanted
-    if _has_grid(r):
+    if has_grid(r):
         grid = _grid(op, candidates)
         _check_no_hessian(op, hessian, r)
     else:
@@ -99,7 +99,12 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     return Search(call, Terms(*found, offsets, power, grid))
 
 
-def _has_grid(r: Recipe) -> bool:
+def is_searchable(r: Recipe) -> bool:
+    """Whether search_scales takes a recipe."""
+    return has_grid(r) or (has_given_powers(r) and r.block_size % FOUR == 0) or (not r.fake_only and _has_codes(r))
+
+
+def has_grid(r: Recipe) -> bool:
     """Whether all scales of a recipe come from its tensor amaxes, those of the tensor, of experts or of rows."""
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
@@ -141,13 +146,17 @@ def power_of(op: str, objective: Any) -> float:
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    given = r.static or r.search == "modelopt_sweep"
-    blocks = r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN
-    if not (given and blocks and r.tensor_scaling == "tensor"):
+    if not _has_codes(r):
         raise ValueError(
             f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales and a "
             "scale of the tensor, such as nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
         )
+
+
+def _has_codes(r: Recipe) -> bool:
+    given = r.static or r.search == "modelopt_sweep"
+    blocks = r.element == E2M1 and r.scale == E4M3 and r.block is not None and r.block_size == RUN
+    return given and blocks and r.tensor_scaling == "tensor"
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
