@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp4kit.call.search_scales import Search, Terms
+from fp4kit.call.search_scales import AROUND_FLOOR, Search, Terms
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import block_amax, tiles
@@ -14,8 +14,6 @@ from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.search_scales import powers, squared
-
-AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
 
 
 @np.errstate(all="ignore")
@@ -45,9 +43,8 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
 
 
 def _of_full_length(a: np.ndarray) -> np.ndarray:
-    """Blocks with zeros behind up to a power of two, and four, which sums are folded from: no loss changes by a 0."""
-    size = a.shape[-1]
-    missing = max(1 << (size - 1).bit_length(), 4) - size
+    """Blocks with zeros behind up to a multiple of four, which are added first: no loss changes by a 0."""
+    missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
