@@ -18,7 +18,7 @@ from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
 from host.cases_scales import WithScales
-from host.cases_search import Search
+from host.cases_search import Multiples, Search
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
@@ -29,7 +29,7 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 ARCHITECTURES = ["sm_100a", *exhaustive(("sm_75", "sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a"))]
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]  # a search is a kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
@@ -74,6 +74,8 @@ KINDS = [
     Transpose(RECIPES["mxfp8-te-2d"], "swizzled_128x4"),
     Swizzle("linear", "swizzled_128x4"),
     *(Search(BF16, kind) for kind in ("plain", "weights", "hessian")),
+    Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
+    Multiples(RECIPES["mxfp4-auto-round-opt"], F32),
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
     GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 from host.harness import DeviceArray
-from searched import STATIC, hessians, searched_blocks
+from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 
 from fp4kit.call.search_scales import Terms
+from fp4kit.cuda.engine.search_factors import search_matrix as multiples
 from fp4kit.cuda.engine.search_scales import search_matrix
 from fp4kit.ops.engines import specification
 from fp4kit.ops.search_scales import search_scales
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.search import search_matrix as specified
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
@@ -38,3 +40,25 @@ class Search:
             search_matrix(DeviceArray(x, misalignment), out, DeviceArray(amax), RECIPES[STATIC], there)
             with specification():
                 yield f"search of {self}", out.array, search_scales(x, STATIC, tensor_amax=4.0, **terms)
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Instantiations of the kernel of a recipe that chooses among multiples of each block's amax."""
+
+    recipe: Recipe
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.recipe.id}-{self.dtype}"
+
+    def run(self) -> Iterator[Result]:
+        x = np.concatenate([searched_blocks(self.dtype)[:48], of_nearly_equal_errors().astype(self.dtype)])
+        amax = None if self.recipe.tensor_scaling == "none" else np.asarray(np.float32(4))
+        expected = np.zeros((len(x), 64 // self.recipe.block_size), np.float32)
+        with np.errstate(all="ignore"):
+            specified(x, expected, amax, self.recipe, None)
+        for misalignment in (0, self.dtype.itemsize):
+            out = DeviceArray.output(expected.shape, np.float32)
+            multiples(DeviceArray(x, misalignment), out, None if amax is None else DeviceArray(amax), self.recipe)
+            yield f"search of {self}", out.array, expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -15,11 +16,15 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import PLAIN, Search, Terms, check_swept
 from fp4kit.cuda import loader
 from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.engine.matrices import work_of
+from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.ways import way_of
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
+from fp4kit.reference.search import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
@@ -65,26 +70,28 @@ def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, 
 
 
 def searched(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; else as it is.
+    """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is.
 
-    Block amaxes that the caller gives are taken by that recipe as well. What no kernel searches stays as it is, and is declined
-    as any other recipe that no way takes.
+    What no kernel searches stays as it is, and is declined as any other recipe that no way takes.
     """
-    if call.block_amax is not None and not call.recipe.static:
-        return call._replace(recipe=_taking(call.recipe))
     if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
         return call
+    taking = call._replace(recipe=_without_search(call.recipe))
+    way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
     with interop.making_current(call.x.device.id):
-        call = call._replace(tensor_amax=tensor_amax(call, interop.cupy().ascontiguousarray(call.moved)))
-        return call._replace(recipe=_taking(call.recipe), block_amax=search_scales(Search(call)))
+        amax = tensor_amax(call, interop.cupy().ascontiguousarray(call.moved))
+        found = _KERNELS[call.recipe.search](call._replace(tensor_amax=amax))
+        return taking._replace(tensor_amax=amax, block_amax=found)
 
 
-_KERNELS = ("modelopt_sweep",)
+_KERNELS: dict[str, Callable[[Call], Any]] = {
+    "modelopt_sweep": lambda call: search_scales(Search(call)), **dict.fromkeys(FACTORS, search_factors)
+}
 
 
 @cache
-def _taking(r: Recipe) -> Recipe:
-    return replace(r, search="", static=True)
+def _without_search(r: Recipe) -> Recipe:
+    return replace(r, search="")
 
 
 @cache
