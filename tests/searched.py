@@ -19,6 +19,13 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
     return (x * rng.choice([-1, 1], x.shape)).astype(dtype)
 
 
+def of_nearly_equal_errors() -> np.ndarray:
+    """Blocks of auto-round's recipes: the order of a sum decides between two scales (of NVFP4 under a tensor amax of 4)."""
+    tenths = np.random.default_rng(0).integers(-9, 10, (4096, 64))[[702, 1047, 1658, 1694]] / np.float32(10)
+    ninths = np.random.default_rng(0).integers(-36, 37, (8192, 32))[[2380, 5723, 5687, 5687]] / np.float32(9)
+    return np.concatenate([tenths, ninths.reshape(2, 64)]).astype(np.float32)
+
+
 def hessians(K: int, seed: int = 0) -> np.ndarray:
     """A usual one, one of few directions, a diagonal one with zeros, the identity, one with negative values, and usual ones."""
     rng = np.random.default_rng(seed)

@@ -9,12 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import by_default
+from inputs import extreme, ordinary
 from on_gpu import ON_GPU, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.amaxes import has_given_powers
+from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.selftest import recorded
+from fp4kit.formats import E2M3
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -273,3 +277,75 @@ def test_what_is_found_is_taken(recipe) -> None:
     assert differing(ours.packed, theirs.packed) == 0 and differing(ours.block_scale, theirs.block_scale) == 0
     values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=found)
     assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found.get())) == 0
+
+
+FACTORED = ["nvfp4-auto-round-opt", "mxfp4-auto-round-opt"]
+PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
+
+
+def same_results(x: np.ndarray, recipe, **options) -> None:
+    """quantize and fake_quantize of both engines."""
+    there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
+    found, expected = fp4kit.quantize(cupy.asarray(x), recipe, **there), fp4kit.quantize(x, recipe, **options)
+    assert found.recipe == expected.recipe
+    for part in PARTS:
+        if getattr(expected, part) is not None:
+            assert differing(getattr(found, part), getattr(expected, part)) == 0, (recipe, part)
+    options.pop("scale_layout", None), there.pop("scale_layout", None)
+    assert differing(fp4kit.fake_quantize(cupy.asarray(x), recipe, **there), fp4kit.fake_quantize(x, recipe, **options)) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("recipe", FACTORED)
+def test_multiples_of_the_amax(recipe, dtype) -> None:
+    """Of blocks of every kind, of any magnitude, not finite, misaligned, along columns, in stacks with amaxes of their own."""
+    with np.errstate(all="ignore"):
+        arrays = [searched_blocks(dtype), ordinary(1, (32, 64), dtype), extreme()[:96, :64].astype(dtype)]
+    for x in arrays:
+        same_results(x, recipe)
+    x = arrays[1]
+    same_results(x, recipe, axis=0)
+    same_results(x.reshape(4, 8, 64), recipe, **({"tensor_amax": np.float32([1, 2, 0, 9])} if recipe.startswith("nvfp4") else {}))
+    same_results(x, recipe, scale_layout="swizzled_128x4")
+    same_results(x[:0], recipe)
+    whole = cupy.asarray(np.concatenate([np.zeros(3, dtype), x.reshape(-1)]))[3:].reshape(x.shape)
+    assert differing(fp4kit.quantize(whole, recipe).block_scale, fp4kit.quantize(x, recipe).block_scale) == 0
+
+
+@pytest.mark.parametrize("recipe", FACTORED)
+def test_multiples_of_the_amax_of_variants(recipe) -> None:
+    """Other blocks, elements and tensor scales; blocks that no kernel encodes are refused before the search."""
+    r, x = fp4kit.recipe(recipe), ordinary(2, (12, 256))
+    variants = [{"block": (1, 64)}, {"block": (1, 128)}, {"amax_nan": "lanes"}, {"sign": "signbit"}]
+    variants += [{"tensor_scaling": "row"}] if r.tensor_scaling == "tensor" else [{"element": E2M3, "nan_code": None}]
+    for fields in variants:
+        same_results(x, replace(r, id="variant", **fields))
+    with pytest.raises(NotImplementedError, match=r"^quantize: blocks of 1x8 have no CUDA kernel; needs 16 columns"):
+        fp4kit.quantize(cupy.asarray(x), replace(r, id="small", block=(1, 8)))
+
+
+@pytest.mark.parametrize("recipe", FACTORED)
+def test_multiples_of_the_amax_with_options(recipe) -> None:
+    x = ordinary(3, (32, 64))
+    there = cupy.asarray(x)
+    for found, expected in zip(fp4kit.quantize_both(there, recipe), fp4kit.quantize_both(x, recipe), strict=True):
+        assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
+    options = {"rounding": "stochastic", "seed": 5}
+    assert differing(fp4kit.quantize(there, recipe, **options).packed, fp4kit.quantize(x, recipe, **options).packed) == 0
+    out = fp4kit.quantize(cupy.asarray(x * 2), recipe)
+    assert fp4kit.quantize(there, recipe, out=out) is out and differing(out.packed, fp4kit.quantize(x, recipe).packed) == 0
+
+
+@pytest.mark.parametrize("recipe", FACTORED)
+def test_recorded_arrays_of_what_searches(recipe, golden) -> None:
+    """Those that auto-round made."""
+    found = recorded(Engine(cupy), golden, recipe)
+    assert found.values > 100_000 and not found.differing, found.first
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-auto-round", "mxfp8-qwix", "mxfp4-quark-even"])
+def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
+    """Whose factor depends on the amax, too."""
+    x = ordinary(4, (16, 64))
+    amax = np.abs(x).reshape(16, 2, 32).max(axis=-1) * np.float32([0.5, 2])
+    same_results(x, recipe, block_amax=amax)

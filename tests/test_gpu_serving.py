@@ -14,7 +14,7 @@ from fp4kit.recipes import RECIPES
 pytestmark = ON_GPU
 
 PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
-NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS and not r.search]
+NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
 FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
     *(
         "nvfp4-vllm-emulation-cuda",
@@ -75,16 +75,15 @@ def test_factors_beyond_float32(name, dtype) -> None:
             assert (codes == 11).any()
 
 
-@pytest.mark.parametrize("name", [name for name, r in RECIPES.items() if r.search.startswith("auto_round")])
-def test_what_searches_is_refused(name) -> None:
-    """All that would make codes without it; what needs none is done."""
+@pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].search])
+def test_what_searches_by_itself_alone(name) -> None:
+    """Groups and transforms are refused; what needs no search is done."""
     x = blocks(np.float32, 32, 64)
     d, q = cupy.asarray(x), fp4kit.quantize(x, name)
-    for call in (fp4kit.quantize, fp4kit.fake_quantize, fp4kit.quantize_both):
-        with pytest.raises(NotImplementedError, match=f"{name} has search='.*', which no CUDA kernel has; needs ''; compute on"):
-            call(d, name)
+    with pytest.raises(NotImplementedError, match=f"quantize: {name} has search='.*', which kernels do of one array at"):
+        fp4kit.quantize(d, name, hadamard="no_signs")
     for call in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
-        with pytest.raises(NotImplementedError, match="which no CUDA kernel has"):
+        with pytest.raises(NotImplementedError, match="which kernels do of one array at a time"):
             call([d, d[:16]], name)
     assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
     given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}

@@ -19,7 +19,7 @@ from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
 from host.cases_scales import WithScales
 from host.cases_search import KINDS as SEARCHES
-from host.cases_search import GroupedSearch, Search
+from host.cases_search import GroupedSearch, Multiples, Search
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
@@ -30,7 +30,7 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
 ARCHITECTURES = ["sm_100a", *exhaustive(("sm_75", "sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a"))]
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]  # a search is a kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
 ALL += [Quantize(r, dtype, fake=True) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
@@ -76,6 +76,8 @@ KINDS = [
     Swizzle("linear", "swizzled_128x4"),
     *(Search(BF16, kind) for kind in SEARCHES),
     GroupedSearch(BF16, mask=TE_SIGN_MASK),
+    Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
+    Multiples(RECIPES["mxfp4-auto-round-opt"], F32),
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
     GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),

@@ -11,6 +11,7 @@ from itertools import cycle
 import pytest
 from exhaustive import by_default, exhaustive, half
 from host.cases import F16, F32, Amax, AmaxColumns, ByTable, Dequantize, Guards, Quantize, SecondOfStack, Thresholds, WithAmaxOut
+from host.cases_search import Multiples
 from inputs import BF16
 
 from fp4kit.recipes import RECIPES, Recipe
@@ -103,6 +104,14 @@ def test_amax(host, case):
     host.check(case)
 
 
+MULTIPLES = [Multiples(RECIPES[f"{kind}-auto-round-opt"], F32) for kind in ("nvfp4", "mxfp4")]
+
+
+@pytest.mark.parametrize("case", MULTIPLES, ids=str)
+def test_search(host, case):
+    host.check(case)
+
+
 # ---- these tests can fail -------------------------------------------------------------------------------------------------
 
 MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
@@ -116,6 +125,9 @@ MUTATIONS = {  # file, text, what replaces it, a case that uses it, what is said
     "codes fetched too far": ("dequantize.cu", "if (next + kStep >= runs) return;", "", FETCHED, "buffer-overflow"),
     "another amax of the same scale": ("implied.cuh", "last & ~below", "first", DEQUANTIZE[0], "differ"),
     "a known amax that is wrong": ("implied.cuh", "tensor_amax != nullptr && ", "true || ", DEQUANTIZE[0], "differ"),
+    "another order of a sum": ("sums.cuh", "j = 0; j < 8; ++j) sum =", "j = 7; j >= 0; --j) sum =", MULTIPLES[0], "differ"),
+    "the last of equal errors": ("search_factors.cu", "error < least", "error <= least", MULTIPLES[1], "differ"),
+    "a scale that is not tried": ("search_factors.cu", "code == last)", "code <= last)", MULTIPLES[0], "differ"),
     "a run too far": ("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun", UNEVEN, "buffer-overflow"),
 }
 SOON = ("rows in wrong places", "no barriers", "a sum of the wrong rows", "codes fetched too far")

@@ -17,6 +17,7 @@ RECIPE, VERSION = "fp4kit.recipe", "fp4kit.version"  # keys of files that were c
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
+HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}  # leaf name -> what config calls the count of heads
 ROLES: dict[str, Role] = {
     "token_embd": "embedding", "position_embd": "embedding", "per_layer_token_embd": "embedding", "token_types": "embedding",
     "ffn_gate_inp": "router", "ffn_gate_inp_shexp": "router", "ffn_gate_tid2eid": "router",
@@ -38,12 +39,15 @@ def kept(name: str) -> str | None:
 
 
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What of a header stands where config.json does: the number of layers, the architecture, the recipe that made it."""
+    """What of a header stands where config.json does: architecture, numbers of layers and heads, the recipe that made it."""
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
     layers = metadata.get(f"{architecture}.block_count", "")
     if layers.isdecimal() and int(layers):
         config["num_hidden_layers"] = int(layers)
+    heads = metadata.get(f"{architecture}.attention.head_count", "")
+    counts = heads, metadata.get(f"{architecture}.attention.head_count_kv", heads)
+    config |= {name: int(count) for name, count in zip(HEADS.values(), counts, strict=True) if count.isdecimal()}
     if RECIPE in metadata:
         config["quantization_config"] = {"fp4kit": {"recipe": metadata[RECIPE], "version": metadata.get(VERSION, "")}}
     return config

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from fp4kit.checkpoint.formats.container import VALUES, Container, OutputTensor
-from fp4kit.checkpoint.weights import Weight, is_interleaved
+from fp4kit.checkpoint.weights import Rows, Weight, is_interleaved
 from fp4kit.storage.errors import CheckpointError, shown
 
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
@@ -46,17 +47,17 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
     """Modules that a weight becomes in a form; None: numbers, as models have them."""
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
-    return tuple(name for e in range(weight.experts) for name, _ in _parts(weight, e, config))
+    return tuple(name for e in range(weight.experts) for name, _ in parts_of(weight, e, config))
 
 
-def _parts(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
+def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Names and rows of the layers of one expert of a stack."""
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
     if leaf not in _HALVES:
         yield f"{parent}.{expert}.{leaf}", (0, rows)
         return
-    if is_interleaved(config):
+    if is_interleaved(config) and weight.order is None:
         raise CheckpointError(f"{shown(weight.name)}: gate and up are interleaved, which only --format gpt-oss stores")
     for i, name in enumerate(_HALVES[leaf]):
         yield f"{parent}.{expert}.{name}", (i * rows // 2, (i + 1) * rows // 2)
@@ -67,17 +68,23 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
         outputs = form.outputs(weight.name, weight.shape, has_input_scale)
-        for e, one in enumerate(weight.members):
-            yield Piece(one.weight, one.expert, one.span, weight.name, form, outputs, weight.experts * rows, e * rows)
-        if weight.members:
-            return
-        for e in range(weight.experts):
-            yield Piece(weight, e, (0, rows), weight.name, form, outputs, weight.experts * rows, e * rows)
+        for at, one in members(weight).items():
+            yield Piece(*one, weight.name, form, outputs, weight.experts * rows, at)
         return
+    found = members(weight)
     for e in range(weight.experts):
-        for name, span in _parts(weight, e, config):
-            height = span[1] - span[0]
-            yield Piece(weight, e, span, name, form, form.outputs(name, (height, columns), has_input_scale), height)
+        for name, span in parts_of(weight, e, config):
+            height, at = span[1] - span[0], e * rows + span[0]
+            one = found[at] if weight.members else Rows(weight, e, span)
+            yield Piece(*one, name, form, form.outputs(name, (height, columns), has_input_scale), height)
+
+
+def members(weight: Weight) -> dict[int, Rows]:
+    """Row, counted over all matrices -> what is there and after it: members, else whole matrices."""
+    rows = weight.shape[-2]
+    parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
+    starts = accumulate((end - begin for _, _, (begin, end) in parts), initial=0)
+    return dict(zip(starts, parts, strict=False))
 
 
 def numbers(weight: Weight, dtype: str, turned: bool) -> Iterator[Piece]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from math import prod
+from dataclasses import replace
+from math import lcm, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,6 +103,9 @@ def slabs(
 
     span: all rows by default; of a quantized weight, a multiple of its blocks. most: SLAB_BYTES by default.
     """
+    if weight.order is not None:
+        yield from _in_order(readers, weight, expert, span, height, most)
+        return
     rows, columns = weight.shape[-2:]
     first, end = (0, rows) if span is None else span
     most = SLAB_BYTES if most is None else most
@@ -125,6 +129,30 @@ def slabs(
             yield Slab(start, None, codes, scales, tensor_scale)
         else:
             yield Slab(start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count))
+
+
+def _in_order(
+    readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, most: int | None
+) -> Iterator[Slab]:
+    """slabs of a weight that has an order, or members: whole heads are read and put in order, and cut to the span."""
+    order, (first, end) = weight.order, span or (0, weight.shape[-2])
+    assert order is not None and (weight.container is None or weight.container.block[0] == 1)  # a row has scales of its own
+    whole = first // order.head * order.head, -(-end // order.head) * order.head
+    plain, step = replace(weight, order=None), lcm(height, order.head)
+    found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, most)
+    for slab in found:
+        rows = next(part for part in (slab.values, slab.codes) if part is not None)
+        low, high = max(first - slab.start, 0), min(end - slab.start, len(rows))
+        index = order.sources(len(rows))[low:high]
+        values, codes, scales = (None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales))
+        yield Slab(slab.start + low, values, codes, scales, slab.tensor_scale)
+
+
+def _joined(readers: Readers, weight: Weight) -> Slab:
+    """All rows of the members of a weight without a tensor scale."""
+    found = [slab for member in weight.members for slab in slabs(readers, *member)]
+    codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
+    return Slab(0, None, codes, scales)
 
 
 _ROWS = {VALUES, CODES, SCALES}  # parts that have rows

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from fp4kit.checkpoint.formats.container import CODES, CONTAINERS, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.checkpoint.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.rules import STACKS
@@ -42,12 +45,25 @@ class Rows(NamedTuple):
     span: tuple[int, int]
 
 
+class RowOrder(NamedTuple):
+    """Rows by heads of so many: halves are woven (0, h/2, 1, h/2 + 1, ...); or, woven in the file, put one after the other."""
+
+    head: int
+    weaves: bool
+
+    def sources(self, rows: int) -> npt.NDArray[np.intp]:
+        """Where in the file each of these rows is, of whole heads."""
+        pairs = (2, self.head // 2) if self.weaves else (self.head // 2, 2)
+        return np.arange(rows).reshape(-1, *pairs).swapaxes(1, 2).reshape(-1)
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight of a checkpoint. name: of its module; tensor: of its values or codes. container: None for plain numbers.
 
-    members: what its matrices are made of, one by one, where it is none of a file itself; parts then are those of the first.
+    members: what its rows are made of, in their order, where it is none of a file itself; parts then are those of the first.
     shape: (N, K) or (E, N, K). parts: VALUES of numbers; CODES, SCALES, ... of a container. transposed: stored as (E, K, N).
+    order: in which rows are read, of every matrix.
     """
 
     name: str
@@ -57,6 +73,7 @@ class Weight:
     parts: Mapping[str, Located]
     transposed: bool = False
     members: tuple[Rows, ...] = ()
+    order: RowOrder | None = None
 
     @property
     def located(self) -> Located:

@@ -61,9 +61,9 @@ def is_whole(m: Matrix, work: Work) -> bool:
 
 def struct_of(work: Work) -> str:
     """The structs that a kernel of a way is instantiated with."""
-    options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "sign_mask": work.mask}
+    options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "calibrated": work.calibrated}
     r = decoding(work.recipe, work.dtype) if work.values else work.recipe
-    return recipe_struct(r, work.layout, **options, finds_amax=work.finds_amax)
+    return recipe_struct(r, work.layout, **options, sign_mask=work.mask, finds_amax=work.finds_amax)
 
 
 @cache

@@ -77,7 +77,6 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kRoundScaled": r.round_scaled,
         "bool kNanIsMax": r.nan_is_max,
         "bool kNarrow": r.narrow,
-        "bool kStatic": r.static,
         "bool kFourOverSix": r.four_over_six is not None,
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kLargestError": r.four_over_six == "max",
@@ -99,9 +98,14 @@ def recipe_struct(
     stochastic: bool = False,
     sign_mask: int | None = None,
     finds_amax: bool = False,
+    calibrated: bool = False,
 ) -> str:
-    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options."""
+    """The structs of a recipe's formats, and R, which names them and the recipe's rules and options.
+
+    calibrated: block amaxes are given; those of a static recipe may be.
+    """
     facts = _recipe_facts(r) | {
+        "bool kStatic": r.static or calibrated,
         "u32 kSignMask": sign_mask or 0,
         "bool kFake": fake,
         "bool kStochastic": stochastic,

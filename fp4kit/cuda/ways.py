@@ -270,7 +270,8 @@ def why_declined(w: Work) -> str:
     r = w.recipe
     rows, columns = r.block or (1, 1)
     if searches(w):
-        return f"{r.id} has search={r.search!r}, which no CUDA kernel has; needs ''; compute on the CPU with cupy.asnumpy(x)"
+        what = f"{r.id} has search={r.search!r}, which kernels do of one array at a time, not of a transform"
+        return f"{what}; quantize each array without one, or compute on the CPU with cupy.asnumpy(x)"
     if has_own_values(w):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"

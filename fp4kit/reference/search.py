@@ -30,6 +30,7 @@ from fp4kit.reference.sums import sum_lanes
 
 AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
 AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
+FACTORS = {"auto_round_powers": AUTO_ROUND_POWERS, "auto_round_percents": AUTO_ROUND_PERCENTS}  # of the amax, by search
 
 
 def least_by_block(
@@ -115,8 +116,9 @@ def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
     return search
 
 
-search_auto_round_powers = _search_auto_round(AUTO_ROUND_POWERS)  # Source: auto-round data_type/mxfp.py quant_mx_opt_rtn
-search_auto_round_percents = _search_auto_round(AUTO_ROUND_PERCENTS)  # Source: auto-round data_type/nvfp.py search_nvfp4_scale
+# Source: auto-round data_type/mxfp.py quant_mx_opt_rtn, data_type/nvfp.py search_nvfp4_scale
+search_auto_round_powers = _search_auto_round(FACTORS["auto_round_powers"])
+search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 
 
 def search_modelopt_sweep(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import oracle
 import pytest
@@ -241,3 +242,32 @@ def test_transformers_still_drops_the_global_scale_of_experts(made: Path, conver
     _logits(loaded)  # until then its weights are packed
     wrong = _different(loaded, numbers)
     assert wrong and all(".experts." in n for n in wrong), "repaired? then loaders/runs.py says too little"
+
+
+def test_a_gguf_file_of_the_same_codes_gives_the_same_logits(made: Path, converted: Any, tmp_path: Path) -> None:
+    """What gguf decodes, q and k in the order of Hugging Face again: every logit is that of the directory."""
+    gguf = pytest.importorskip("gguf")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])
+    modules = {f"{names.get_name(name)}.weight": f"{name}.weight" for name in _layers(converted, "llama", *MXFP4)}
+    stored = oracle.arrays(oracle.load(made / "llama"))
+    tensors = {name: woven(stored[module], heads_of(name), True) for name, module in modules.items()}
+    counts = {"llama.attention.head_count": 4, "llama.attention.head_count_kv": 2}
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()}, counts)
+    convert(tmp_path / "m.gguf", tmp_path / "out.gguf", MXFP4[0], codes=converted("llama", MXFP4))
+    numbers = _loaded(_back(converted("llama", MXFP4), made / "llama"))
+    logits, state = _logits(numbers), numbers.state_dict()
+    for one in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
+        values = woven(gguf.dequantize(one.data, one.tensor_type), heads_of(one.name), False)
+        state[modules[one.name]] = torch.from_numpy(values.copy()).to(torch.bfloat16)
+    assert len(modules) == COUNTS["llama"] and numbers.load_state_dict(state)
+    assert torch.equal(_bits(logits), _bits(_logits(numbers)))
+
+
+def heads_of(name: str) -> int:
+    return {"attn_q": 4, "attn_k": 2}.get(name.split(".")[-2], 0)
+
+
+def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp's converter, or its inverse."""
+    pairs = (2, -1) if weaves else (-1, 2)
+    return x.reshape(heads, *pairs, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x

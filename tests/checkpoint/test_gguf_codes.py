@@ -168,22 +168,6 @@ def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_pat
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
 
 
-def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """LlamaModel.permute of llama.cpp's converter."""
-    return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
-
-
-def test_rows_that_are_permuted_are_refused_by_name(tmp_path: Path) -> None:
-    tensors = gguf_files.model()
-    directory(tmp_path / "q", tensors)
-    tensors["blk.1.attn_q.weight"] = permuted(tensors["blk.1.attn_q.weight"], 4)
-    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
-    with refused("blk.1.attn_q.weight: is not what model.layers.1.self_attn.q_proj decodes to (SQNR -"):
-        taken(tmp_path / "m.gguf", tmp_path / "q")
-    taken(tmp_path / "m.gguf", tmp_path / "q", wishes=Wishes(keep=("blk.*.attn_q",)))
-    assert not (tmp_path / ".out.gguf.partial").exists() and (tmp_path / "out.gguf").exists()
-
-
 def test_experts_that_are_exchanged_are_refused(tmp_path: Path) -> None:
     tensors = gguf_files.model()
     directory(tmp_path / "q", tensors)

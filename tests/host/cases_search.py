@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from host.harness import DeviceArray
-from searched import STATIC, hessians, searched_blocks
+from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search as SearchCall
 from fp4kit.call.search_scales import Terms
+from fp4kit.cuda.engine.search_factors import search_matrix as multiples
 from fp4kit.cuda.engine.search_scales import search_group, search_matrix
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.search import search_matrix as specified
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
@@ -86,3 +88,25 @@ class GroupedSearch:
                 seen = a if self.mask is None else hadamard_blocks(a, self.mask)
                 call = Call("search_scales", seen, STATIC_RECIPE, 1, seen, np.float32(4))
                 yield f"search of {i}", out.array, engine.search_scales(SearchCall(call))
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Instantiations of the kernel of a recipe that chooses among multiples of each block's amax."""
+
+    recipe: Recipe
+    dtype: np.dtype
+
+    def __str__(self) -> str:
+        return f"{self.recipe.id}-{self.dtype}"
+
+    def run(self) -> Iterator[Result]:
+        x = np.concatenate([searched_blocks(self.dtype)[:48], of_nearly_equal_errors().astype(self.dtype)])
+        amax = None if self.recipe.tensor_scaling == "none" else np.asarray(np.float32(4))
+        expected = np.zeros((len(x), 64 // self.recipe.block_size), np.float32)
+        with np.errstate(all="ignore"):
+            specified(x, expected, amax, self.recipe, None)
+        for misalignment in (0, self.dtype.itemsize):
+            out = DeviceArray.output(expected.shape, np.float32)
+            multiples(DeviceArray(x, misalignment), out, None if amax is None else DeviceArray(amax), self.recipe)
+            yield f"search of {self}", out.array, expected

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -16,13 +16,17 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, Terms
 from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.engine.matrices import work_of
+from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.limits import check_formats
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.ways import way_of
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
+from fp4kit.reference.search import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
@@ -116,29 +120,36 @@ def _loss(terms: Terms) -> dict[str, bool]:
 
 
 def searched(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe that takes them; else as it is.
+    """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is.
 
-    Block amaxes that the caller gives are taken by that recipe as well. What no kernel searches stays as it is, and is declined
-    as any other recipe that no way takes.
+    What no kernel searches stays as it is, and is declined as any other recipe that no way takes.
     """
-    if call.block_amax is not None and not call.recipe.static:
-        return call._replace(recipe=taking(call.recipe))
-    if not is_searched(call.recipe) or call.has_scales:
+    search = call.recipe.search
+    if search not in _KERNELS or call.has_scales or (call.mask is not None and search in FACTORS):
         return call
+    taking = call._replace(recipe=without_search(call.recipe))
+    way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
     with interop.making_current(call.x.device.id):
-        call = call._replace(tensor_amax=tensor_amax(call, interop.cupy().ascontiguousarray(call.moved)))
-        return call._replace(recipe=taking(call.recipe), block_amax=search_scales(Search(call)))
+        amax = tensor_amax(call, interop.cupy().ascontiguousarray(call.moved))
+        found = _KERNELS[search](call._replace(tensor_amax=amax))
+        return taking._replace(tensor_amax=amax, block_amax=found)
 
 
-def is_searched(r: Recipe) -> bool:
-    """Whether a recipe has a search, and a kernel does it."""
-    return r.search == "modelopt_sweep"
+_SWEEP = "modelopt_sweep"
+_KERNELS: dict[str, Callable[[Call], Any]] = {
+    _SWEEP: lambda call: search_scales(Search(call)), **dict.fromkeys(FACTORS, search_factors)
+}
+
+
+def is_searched_in_groups(r: Recipe) -> bool:
+    """Whether a recipe has a search, and the grouped kernel does it."""
+    return r.search == _SWEEP
 
 
 @cache
-def taking(r: Recipe) -> Recipe:
+def without_search(r: Recipe) -> Recipe:
     """The recipe that takes block amaxes in place of one that searches them."""
-    return replace(r, search="", static=True)
+    return replace(r, search="")
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:

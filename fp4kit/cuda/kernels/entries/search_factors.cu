@@ -1,0 +1,71 @@
+// search_factors: of each block the multiple of its amax whose codes have the least squared error, a block a thread; nothing else of the matrix
+// is written. Operation by operation what reference/search.py does, so that any block is right; kFactors are the candidates, in their order.
+//
+// A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors after the first rise, so
+// that all of one scale follow each other, but for those beside the first. 102 factors from 0.5 to 1.51 have 14 scales of E4M3 or so.
+#include "exact.cuh"
+#include "implied.cuh"
+#include "memory.cuh"
+#include "sums.cuh"
+
+struct FactorArguments {
+  const void* x;
+  const float* tensor_amax;
+  float* block_amax;
+  i64 rows, columns;
+};
+
+constexpr int kVector = 8;  // elements that are summed, and read, side by side
+
+// Squared error of a block whose scale has a code. load(0, j, x): of eight elements from j on.
+template <class R, class In, class Load>
+FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
+  constexpr int kUnroll = R::kBlock <= 32 ? R::kBlock / kVector : 1;
+  const auto scale = stored_scale<R>(scale_code, t);
+  LaneSums<R::kBlock> sums;
+#pragma unroll kUnroll
+  for (int v = 0; v < R::kBlock / kVector; ++v) {
+    float x[kVector], squares[kVector];
+    load(0, v * kVector, x);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const float difference = exact_value<R>(exact_code<R, In>(x[j], f, 0u), scale) - x[j];
+      squares[j] = difference * difference;
+    }
+    sums.add(v, squares);
+  }
+  return sums.result();
+}
+
+// The amax of a block that is chosen: the first of least error; the first of all where that is NaN.
+template <class R, class In, class Load>
+FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
+  u32 first = 0u, last = 0u;
+  float chosen = 0.0f, least = 0.0f;
+#pragma unroll 1
+  for (const float& by : kFactors) {
+    const float candidate = amax * by;
+    const bool is_first = &by == kFactors;
+    const u32 code = R::BlockRule::template code<R, In>(candidate, t);
+    if (!is_first && !R::BlockRule::kReadsAmax && (code == first || code == last)) continue;
+    const float error = error_under<R, In>(code, factor_of<R, In>(code, candidate, t), t, load);
+    if (is_first) first = code;
+    if (is_first || error < least) chosen = candidate, least = error;
+    last = code;
+  }
+  return chosen;
+}
+
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void search_factors(const FactorArguments& a) {
+  const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
+  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
+    const auto* x = static_cast<const typename In::Bits*>(a.x) + i * R::kBlock;
+    const auto load = [&](int, int j, float (&values)[kVector]) { load_run<In, kVector, kAligned>(x + j, values); };
+    const i64 row = quotient(i, blocks, count);
+    const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, row, i - row * blocks, blocks);
+    a.block_amax[i] = best_multiple<R, In>(exact_amax<R, kVector>(1, load), t, load);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(FactorArguments a) { search_factors<R, Input, kAligned>(a); }
