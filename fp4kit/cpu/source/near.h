@@ -46,6 +46,12 @@ __attribute__((noinline)) void put_losses(const Sixteen<kWeighted>& blocks, cons
   }
 }
 
+// What these candidates cut off.
+template <bool kWeighted>
+__attribute__((noinline)) void put_clipped_losses(const Sixteen<kWeighted>& blocks, const float* scales, float* __restrict losses) {
+  for (int lane = 0; lane < kLanes; ++lane) losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
+}
+
 template <bool kWeighted>
 struct Near {
   const Sixteen<kWeighted>& blocks;
@@ -95,22 +101,19 @@ struct Near {
   }
 
   void downward() {
-    float weight[kLanes];
     u32 open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
       above[lane] = code[lane];
       above_loss[lane] = loss[lane];
-      weight[lane] = weight_of_largest(blocks.block(lane), blocks.amax[lane]);
       at[lane] = minimum(first[lane], blocks.high[lane] + 1u) - 1u;
       open[lane] = blocks.open[lane];
     }
     for (;;) {
       u32 any = 0;
       look_up();
+      put_clipped_losses(blocks, scale, found);
       for (int lane = 0; lane < kLanes; ++lane) {
-        const float d = fma_rn(-6.0f, scale[lane], blocks.amax[lane]);
-        const bool over = d > 0.0f && weight[lane] * d * d > loss[lane];
-        open[lane] = over || at[lane] < blocks.low[lane] ? 0u : open[lane];
+        open[lane] = found[lane] > loss[lane] || at[lane] < blocks.low[lane] ? 0u : open[lane];
         any |= open[lane];
       }
       if (!any) return;

@@ -105,15 +105,23 @@ struct Best {
   u32 code;
 };
 
-// The weight of the largest element, the least of equals; 1 without weights.
+// The loss of what a scale cuts off: of the elements above 6 scales, added as loss_of adds them; without weights, of the largest alone.
 template <bool kWeighted>
-FP4KIT_DEVICE float weight_of_largest(const Searched<kWeighted>& block, float amax) {
-  float weight = kWeighted ? float_of(kInfinityBits) : 1.0f;
-  if constexpr (kWeighted) {
+FP4KIT_DEVICE float clipped_loss_of(const Searched<kWeighted>& block, float amax, float scale) {
+  if constexpr (!kWeighted) {
+    const float d = fmaxf(fma_rn(-6.0f, scale, amax), 0.0f);
+    return d * d;
+  } else {
+    float sums[4];
 FP4KIT_UNROLL
-    for (int i = 0; i < kSearched; ++i) weight = block.a[i] == amax ? fminf(weight, block.w[i]) : weight;
+    for (int i = 0; i < 4; ++i) {
+      float d[4];
+FP4KIT_UNROLL
+      for (int j = 0; j < 4; ++j) d[j] = fmaxf(fma_rn(-6.0f, scale, block.a[4 * i + j]), 0.0f);
+      sums[i] = loss_of_four<Objective::squares>(block, 4 * i, d);
+    }
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
   }
-  return weight;
 }
 
 // Whether the quotient of an element below 7 scales is so near to a tie that its error may decide.

@@ -2,8 +2,9 @@
 //
 // Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same with the truly nearest value for every element.
 //
-// Down. The largest element alone has a loss of d^2 (times its weight), d = amax - 6 scale, and a sum of floats that are not negative is no
-// less than any of them. d grows as the scale falls: once d^2 > L of a candidate, no lower one wins.
+// Down. An element above 6 scales is left with d = |x| - 6 scale, which grows as the scale falls. The same sum with zeros in place of the other
+// elements' losses is no larger, since rounding is monotone: once it exceeds L of a candidate, no lower one wins. Without weights, the
+// largest element alone says nearly as much: the sum is at least its d^2. With weights it may count for nothing, so all of them are added.
 //
 // Up. Below 7 scales, twice a scale has no value that the scale has not. So no element comes nearer, and since rounding is monotone,
 // L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end - 1, whose scales are above amax / 7. L(c)
@@ -71,12 +72,10 @@ FP4KIT_DEVICE bool search_near(const Searched<kWeighted>& block, float amax, Spa
   }
   if (!keeps_squares(block, amax, shared.of[minimum(first, kLastCandidate)].scale)) return false;
   const Best above = best;
-  const float weight = weight_of_largest(block, amax);
 #pragma unroll 1
   for (u32 code = minimum(first, span.high + 1u) - 1u; code >= span.low; --code) {
     const Candidate c = shared.of[code];
-    const float d = fma_rn(-6.0f, c.scale, amax);
-    if (d > 0.0f && weight * d * d > best.loss) break;
+    if (clipped_loss_of(block, amax, c.scale) > best.loss) break;
     const float loss = loss_of<true>(block, c, 1.0f);
     if (loss <= best.loss) best = {loss, code};
   }
