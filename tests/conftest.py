@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
-from exhaustive import seldom
+from exhaustive import is_drawn, seldom
 from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.harness import Host
@@ -38,16 +38,38 @@ def pytest_configure(config):
 ALWAYS = ("test_golden", "test_recipes", "test_recipe_fields", "test_cli")  # files that every recipe runs through in every run
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-recipe", action="store_true", help="an exhaustive run takes every test's case of every recipe")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
-def pytest_collection_modifyitems(items):
-    """Cases of recipes that bring nothing of their own are exhaustive. Long files first, the others as they come."""
-    rare = seldom()
-    for item in items:
-        cases = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if item.path.stem not in ALWAYS and any(isinstance(case, str) and case in rare for case in cases):
-            item.add_marker(pytest.mark.exhaustive)
+def pytest_collection_modifyitems(config, items):
+    """Cases of recipes that bring nothing of their own are exhaustive, and only if they are drawn."""
+    left_out = mark_seldom(items)
+    if left_out and not config.getoption("every_recipe"):
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+    sort_long_first(items)
+
+
+def sort_long_first(items):
+    """Files as LONG says, then the others as they come."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+def mark_seldom(items):
+    """Mark the cases of such recipes; return those that are not drawn."""
+    rare, left_out = seldom(), []
+    for item in items:
+        cases = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        found = [case for case in cases if isinstance(case, str) and case in rare] if item.path.stem not in ALWAYS else []
+        if found:
+            item.add_marker(pytest.mark.exhaustive)
+            if not any(is_drawn(item.originalname, name) for name in found):
+                left_out.append(item)
+    return left_out
 
 
 @pytest.hookimpl(wrapper=True)

@@ -32,6 +32,7 @@ def test_recipes_shows_some(capsys) -> None:
     assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
 
 
+@pytest.mark.exhaustive
 def test_check_of_everything(capsys) -> None:
     assert main(["recipes", "--check"]) == 0
     out = capsys.readouterr().out

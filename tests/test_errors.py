@@ -275,6 +275,11 @@ ERRORS = {
         both("mxfp4", x=X[:8]), ValueError,
         "quantize_both: axis 0 has length 8; mxfp4-ocp needs a multiple of 32; pad with fp4kit.layouts.pad",
     ),
+    "both, amaxes of rows": (
+        both("int8-modelopt-channel", tensor_amax=np.ones(len(X), np.float32)), ValueError,
+        "quantize_both: tensor_amax was given, but int8-modelopt-channel has one for each row, and other ones for columns; "
+        "leave it out, or call quantize with axis=-1 and with axis=-2",
+    ),
     "both, float64": (
         both(x=X.astype(np.float64)), TypeError,
         f"quantize_both: x is float64; needs float32, float16 or bfloat16; {WAY_OUT}",

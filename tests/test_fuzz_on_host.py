@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
-from exhaustive import exhaustive, half
+from exhaustive import by_default, exhaustive
 from host import cupy_on_host
 
 from fp4kit.evidence import fuzz, fuzz_check
@@ -52,6 +52,14 @@ POOLS: dict[str, Pool] = {
         dtypes=("bfloat16",),
         changes=0,
     ),
+    "searches": Pool(
+        recipes=("nvfp4-modelopt-static", "mxfp4-ocp"),
+        variants=(Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
+        operations=("search_scales",),
+        dtypes=("bfloat16",),
+        changes=0,
+        largest=1 << 11,
+    ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
 FEW, MANY = 25, 300
@@ -65,7 +73,7 @@ def all_is_equal() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
-@pytest.mark.parametrize("name", half(POOLS))
+@pytest.mark.parametrize("name", by_default(("te", "without blocks", "shapes"), POOLS))
 def test_drawn_calls(name, cases):
     """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():

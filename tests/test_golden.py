@@ -310,6 +310,7 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
     close(grad_w, grad.T.astype(np.float64), fake_x, 0.0)
 
 
+@pytest.mark.exhaustive
 def test_the_original_recordings():
     """The full set in its original form, where it lies beside the checkout."""
     folder = Path(__file__).resolve().parents[2] / "shared" / "golden"

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import by_default
 from inputs import extreme, ordinary
-from on_gpu import ON_GPU, all_or_few, cupy, differing
+from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
+from on_gpu import check as gpu_check
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
+from fp4kit.call.amaxes import has_given_powers
 from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.selftest import recorded
 from fp4kit.formats import E2M3
+from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
 
 BF16 = ml_dtypes.bfloat16
 
 
-def check(x: np.ndarray, recipe=STATIC, **options) -> None:
+def finite(dtype, seed: int = 0) -> np.ndarray:
+    return np.nan_to_num(searched_blocks(dtype, seed).astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
+
+
+def check(x: np.ndarray, recipe: Any = STATIC, **options: Any) -> None:
     there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     found = fp4kit.search_scales(cupy.asarray(x), recipe, **there)
     assert differing(found, fp4kit.search_scales(x, recipe, **options)) == 0
@@ -101,6 +110,50 @@ def test_recipe_that_searches(dtype) -> None:
     assert again is out and differing(out.packed, fp4kit.quantize(x, MSE).packed) == 0
 
 
+@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+def test_recipe_that_searches_what_is_transformed(hadamard, dtype) -> None:
+    for axis in (0, 1):
+        gpu_check(finite(dtype), MSE, hadamard=hadamard, axis=axis)
+    gpu_check(finite(dtype).reshape(4, 24, 64), MSE, hadamard=hadamard, tensor_amax=cupy.asarray(np.float32([1, 2, 3, 4])))
+
+
+def same(ours: list[Any], theirs: list[Any]) -> None:
+    for gpu, cpu in zip(ours, theirs, strict=True):
+        (assert_same if isinstance(cpu, fp4kit.Quantized) else check_values)(gpu, cpu)
+
+
+def check_values(gpu: Any, cpu: np.ndarray) -> None:
+    assert differing(gpu, cpu) == 0
+
+
+@pytest.mark.parametrize("members", [3, 35])
+def test_groups_that_search(members) -> None:
+    """Of several dtypes, of any sizes, none too; stacks, of experts too; as many as are no arguments of a kernel."""
+    x = finite(np.float32)
+    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)] + [x[:0]]
+    there = [cupy.asarray(a) for a in xs]
+    for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
+        same(function(there, MSE), function(xs, MSE))
+    amaxes = [3.0 + i for i in range(len(xs))]
+    same(fp4kit.quantize_grouped(there, MSE, tensor_amax=amaxes), fp4kit.quantize_grouped(xs, MSE, tensor_amax=amaxes))
+    stack = x[:64].reshape(4, 16, 64)
+    for options in ({}, {"axis": 0}, {"scale_layout": "swizzled_128x4"}, {"hadamard": True}):
+        same(fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options))
+
+
+def test_plan_that_searches() -> None:
+    """What is written into the tensors counts, and amaxes are kept where they shall be."""
+    xs = [finite(BF16), finite(BF16, 1)[:40]]
+    there = [cupy.asarray(a) for a in xs]
+    plan = fp4kit.GroupedPlan(there, MSE)
+    same(plan.quantize(), [fp4kit.quantize(x, MSE) for x in xs])
+    for a, x in zip(there, xs, strict=True):
+        a[...] = cupy.asarray(x[::-1])
+    same(plan.quantize(keep_amax=True), [fp4kit.quantize(x[::-1], MSE) for x in xs])
+    same(plan.fake_quantize(), [fp4kit.fake_quantize(x[::-1], MSE) for x in xs])
+
+
 def test_recipe_equals_its_two_steps() -> None:
     x = searched_blocks(np.float32)[:40]
     amax = fp4kit.search_scales(x, MSE)
@@ -109,22 +162,121 @@ def test_recipe_equals_its_two_steps() -> None:
     assert (one.packed == two.packed).all() and (one.block_scale == two.block_scale).all()
 
 
-def test_other_objectives_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel searches by another objective than 'mse'; "):
-        fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="mae")
+# ---- every candidate in turn --------------------------------------------------------------------------------------------------
+
+TALL = {rows: replace(RECIPES[STATIC], id=f"static-{rows}x16", block=(rows, 16)) for rows in (2, 16)}
+WEIGHTS = (np.random.default_rng(5).random(64) ** 3 * (np.arange(64) % 5 > 0)).astype(np.float32)
+SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": hessians(64)}}
+
+
+@pytest.mark.parametrize(("side", "dtype"), [("plain", np.float32), ("weights", BF16), ("hessian", np.float16)])
+@pytest.mark.parametrize("rows", by_default([16], TALL))
+def test_blocks_of_several_rows(rows, side, dtype) -> None:
+    """Short last ones, stacks whose matrices end in the middle of one, experts, both axes."""
+    x, given = searched_blocks(dtype), SIDES[side]
+    check(x[:83], TALL[rows], tensor_amax=4.0, **given)
+    check(x[:40], TALL[rows], tensor_amax=4.0, candidates="near", **given)
+    check(finite(dtype, 1).reshape(4, 24, 64), TALL[rows], **given)
+    check(finite(dtype, 1).reshape(2, 2, 24, 64)[:, :, :19], TALL[rows], tensor_amax=np.float32([2, 0.5]), **given)
+    of_32 = {name: a[:32] if name == "weights" else a[:2] for name, a in given.items()}
+    check(finite(dtype, 2)[:64].reshape(2, 32, 64), TALL[rows], axis=1, **of_32)
+
+
+OBJECTIVES = [("mae", np.float32, "weights"), ("mae", BF16, "plain"), ("max", BF16, "weights"), ("max", np.float16, "plain")]
+
+
+@pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
+def test_objectives(objective, dtype, side) -> None:
+    """Of blocks that are not finite, of tensors whose scales underflow, and beside the code of a block's own amax."""
+    x, given = searched_blocks(dtype), SIDES[side] | {"objective": objective}
+    for options in ({"tensor_amax": 4.0}, {"tensor_amax": 1e-38}, {"tensor_amax": 0.03, "candidates": "near"}):
+        check(x, **options, **given)
+    check(finite(dtype), "nvfp4-modelopt-static-4over6", candidates=(-5, 3), **given)
+    check(finite(dtype)[:37], TALL[16], **given)
+
+
+def test_objective_of_two_names() -> None:
+    check(finite(BF16), objective="p1")
+
+
+@pytest.mark.parametrize("amax_nan", ["ignore", "lanes"])
+def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
+    """What lies near the code of the amax of the other elements."""
+    r = replace(RECIPES[STATIC], id=amax_nan, amax_nan=amax_nan)
+    check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near")
+    check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near", hessian=hessians(64))
+
+
+def test_arrays_at_any_address() -> None:
+    """Of x, weights and Hessians."""
+
+
+    def moved(a: np.ndarray) -> Any:
+        return cupy.asarray(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))[1:].reshape(a.shape)
+
+    x = finite(np.float32)
+    for side in SIDES.values():
+        for r in (STATIC, TALL[16]):
+            found = fp4kit.search_scales(moved(x), r, **{name: moved(array) for name, array in side.items()})
+            assert differing(found, fp4kit.search_scales(x, r, **side)) == 0
+
+
+def test_powers_of_errors_are_refused() -> None:
+    text = "^search_scales: no CUDA kernel has the objective 'p2.4', NumPy's power of float64; needs 'mse', 'mae' or 'max'; "
+    with pytest.raises(NotImplementedError, match=text):
+        fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="p2.4")
+
+
+# ---- powers of two ------------------------------------------------------------------------------------------------------------
+
+MX = ("mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp6-torchao-floor-e2m3", "mxfp4-flashinfer")
+POWERS = [name for name, r in RECIPES.items() if has_given_powers(r)]
+
+
+@pytest.mark.parametrize("recipe", by_default(MX, POWERS))
+def test_powers_of_two(recipe) -> None:
+    """The least loss of three exponents, or of those asked for; amaxes of all magnitudes."""
+    r, x = RECIPES[recipe], finite(BF16)
+    for options in ({}, {"candidates": (-3, 2)}, {"candidates": (0, 0)}):
+        check(x, r, **options)
+    rng = np.random.default_rng(0)
+    check((rng.standard_normal((300, 64)) * 2.0 ** rng.integers(-130, 128, (300, 1))).astype(BF16), r)
+    check(searched_blocks(BF16), r)
+    check(finite(BF16), r, objective="max", weights=WEIGHTS)
+
+
+@pytest.mark.parametrize("objective", ["mse", "mae", "max"])
+def test_objectives_of_powers(objective) -> None:
+    for dtype in (np.float32, np.float16):
+        check(finite(dtype), "mxfp4-ocp", objective=objective, weights=WEIGHTS)
+        check(searched_blocks(dtype), "mxfp8-te", objective=objective, candidates=(-200, 200))
+
+
+@pytest.mark.parametrize("columns", [16, 48, 128])
+def test_powers_of_other_blocks(columns) -> None:
+    r, x = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns)), np.resize(finite(np.float32), (40, 384))
+    for axis in (0, 1):
+        check(np.moveaxis(x, 1, axis), r, axis=axis, weights=np.resize(WEIGHTS, 384))
+    check(x.reshape(2, 20, 384), r, objective="mae")
+
+
+@pytest.mark.parametrize("columns", [24, 2048])
+def test_powers_of_blocks_that_no_kernel_has(columns) -> None:
+    r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
+    text = f"^search_scales: no CUDA kernel searches blocks of {columns} columns; needs a multiple of 16, 1024 at most; compute"
+    with pytest.raises(NotImplementedError, match=text):
+        fp4kit.search_scales(cupy.zeros((2, columns), np.float32), r)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even"])
-def test_powers_of_two_are_searched_on_the_cpu_and_taken_on_the_gpu(recipe) -> None:
-    x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1)
-    with pytest.raises(NotImplementedError, match=f"^search_scales: {recipe} has E8M0 scales, which no CUDA kernel searches; "):
-        fp4kit.search_scales(cupy.asarray(x), recipe)
-    found = fp4kit.search_scales(x, recipe)
-    ours = fp4kit.quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
-    theirs = fp4kit.quantize(x, recipe, block_amax=found)
+def test_what_is_found_is_taken(recipe) -> None:
+    x = finite(np.float32)
+    found = fp4kit.search_scales(cupy.asarray(x), recipe)
+    ours = fp4kit.quantize(cupy.asarray(x), recipe, block_amax=found)
+    theirs = fp4kit.quantize(x, recipe, block_amax=found.get())
     assert differing(ours.packed, theirs.packed) == 0 and differing(ours.block_scale, theirs.block_scale) == 0
-    values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=cupy.asarray(found))
-    assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found)) == 0
+    values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=found)
+    assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found.get())) == 0
 
 
 FACTORED = ["nvfp4-auto-round-opt", "mxfp4-auto-round-opt"]

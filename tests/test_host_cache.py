@@ -117,7 +117,7 @@ def test_long_files_come_first_and_exist():
     assert [name for name in conftest.LONG if not (ROOT / "tests" / f"{name}.py").exists()] == []
     stems = ("test_cli", "test_mpi", "test_arith", "test_notebooks", "test_mpi")
     items = [SimpleNamespace(path=Path(f"{stem}.py"), number=i) for i, stem in enumerate(stems)]
-    conftest.pytest_collection_modifyitems(items)
+    conftest.sort_long_first(items)
     assert [item.number for item in items] == [3, 1, 4, 0, 2]
 
 

@@ -18,7 +18,8 @@ from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
 from host.cases_scales import WithScales
-from host.cases_search import Multiples, Search
+from host.cases_search import KINDS as SEARCHES
+from host.cases_search import GroupedSearch, Multiples, Search
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
@@ -73,7 +74,8 @@ KINDS = [
     Transpose(RECIPES["nvfp4-te-2d"]),
     Transpose(RECIPES["mxfp8-te-2d"], "swizzled_128x4"),
     Swizzle("linear", "swizzled_128x4"),
-    *(Search(BF16, kind) for kind in ("plain", "weights", "hessian")),
+    *(Search(BF16, kind) for kind in SEARCHES),
+    GroupedSearch(BF16, mask=TE_SIGN_MASK),
     Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
     Multiples(RECIPES["mxfp4-auto-round-opt"], F32),
     Swizzle("swizzled_8x4", "linear"),

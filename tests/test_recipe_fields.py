@@ -155,6 +155,13 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     ),
     "searched and static": ("nvfp4-auto-round-opt", {"static": True}, V, "static is True; has no meaning with search"),
     "searched 32": ("nvfp4-modelopt-mse", {"block": (1, 32)}, V, "needs E2M1 elements in blocks of 16 columns and"),
+    "a sweep of scales of amax / 4": (
+        "nvfp4-modelopt-mse", {"block_rule": "fouroversix_4", "apply": "multiply"}, V, "block_rule is 'fouroversix_4'"
+    ),
+    "a sweep under scales of amax / 4": (
+        "nvfp4-modelopt-mse", {"tensor_rule": "fouroversix_4"}, V, "tensor_rule is 'fouroversix_4'"
+    ),
+    "a sweep of codes toward zero": ("nvfp4-modelopt-mse", {"rounding": "rz"}, V, "rounding is 'rz'"),
     "searched fake rule": (
         "nvfp4-modelopt-fake", {"search": "auto_round_percents"}, V, "fake_rule is 'nvfp4_modelopt_triton'; has no meaning with"
     ),

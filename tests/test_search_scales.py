@@ -243,6 +243,22 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
     assert_least(np.where(near, every, np.inf), steps + 3)
 
 
+@pytest.mark.parametrize("block", [("mxfp8-te", 1), ("mxfp8-te", 2), ("mxfp4-ocp", 12), ("mxfp4-ocp", 24), ("mxfp8-te", 80)])
+@pytest.mark.parametrize("objective", ["mse", "max"])
+def test_powers_of_blocks_of_any_length(block, objective) -> None:
+    """Elements are added in pairs, of which there need not be a power of two."""
+    recipe, columns = block
+    r = replace(fp4kit.recipe(recipe), block=(1, columns))
+    x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1
+    found = fp4kit.search_scales(x, r, candidates=(-2, 1), weights=weights, objective=objective)
+    every = []
+    for step in range(-2, 2):
+        values = fp4kit.dequantize(fp4kit.quantize(x, r, block_amax=np.ldexp(fp4kit.amax(x, r), step)), np.float32)
+        d = (weights * np.abs(np.float64(x) - values) ** (1 if objective == "max" else 2)).reshape(200, 2, columns)
+        every.append(d.max(axis=-1) if objective == "max" else d.sum(axis=-1))
+    assert_least(np.stack(every), np.log2(found / fp4kit.amax(x, r)).astype(int) + 2)
+
+
 def test_the_least_of_powers_that_are_as_good() -> None:
     """2 is 4 * 0.5 and 2 * 1, and saturates under 0.25."""
     x = np.zeros((1, 32), np.float32)
@@ -333,6 +349,17 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
     assert fp4kit.search_scales(half, FP8) == fp4kit.search_scales(half.astype(np.float32), FP8)
 
 
+@pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
+def test_a_grid_of_what_is_not_finite(recipe, recwarn) -> None:
+    """No warning; rows that are finite are searched as ever, where they have amaxes of their own."""
+    x = some(4)
+    x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)
+    found = fp4kit.search_scales(x, recipe)
+    if found.ndim:
+        assert found[3] == fp4kit.search_scales(x[3:], recipe)[0]
+    assert not recwarn.list
+
+
 def test_a_grid_by_another_objective() -> None:
     x = some(8)
     found = fp4kit.search_scales(x, "int8-modelopt", objective="max")
@@ -365,10 +392,14 @@ def hessian(**at: float) -> np.ndarray:
     return found
 
 
+def variant(**fields) -> fp4kit.Recipe:
+    return replace(fp4kit.recipe(STATIC), **fields)
+
+
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as nvfp4-modelopt-static, "
-    "one of E8M0 scales, or FP8 or integers without block scales"
+    "needs a static recipe of nearest E2M1 elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as "
+    "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "
@@ -426,8 +457,30 @@ ERRORS = {
         {"recipe": FP8, "hessian": EYES}, ValueError,
         "a hessian was given, and fp8-modelopt has no blocks of 16 columns; leave it out, or give weights",
     ),
-    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched; {SEARCHED}"),
-    "4over6": ({"recipe": "nvfp4-te-4over6-mse-256"}, ValueError, f"nvfp4-te-4over6-mse-256 cannot be searched; {SEARCHED}"),
+    "no static recipe": ({"recipe": "nvfp4-te"}, ValueError, f"nvfp4-te cannot be searched, with static False; {SEARCHED}"),
+    "4over6": (
+        {"recipe": "nvfp4-te-4over6-mse-256"}, ValueError,
+        f"nvfp4-te-4over6-mse-256 cannot be searched, with static False; {SEARCHED}",
+    ),
+    "no tensor scale": (
+        {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)}, ValueError,
+        f"nvfp4-qwix cannot be searched, with tensor_scaling 'none'; {SEARCHED}",
+    ),
+    "a tensor scale a row": (
+        {"recipe": variant(tensor_scaling="row")}, ValueError,
+        f"{STATIC} cannot be searched, with tensor_scaling 'row'; {SEARCHED}",
+    ),
+    "scales of amax / 4": (
+        {"recipe": replace(fp4kit.recipe("nvfp4-fouroversix-4"), static=True, tensor_rule="fouroversix")}, ValueError,
+        f"nvfp4-fouroversix-4 cannot be searched, with block_rule 'fouroversix_4'; {SEARCHED}",
+    ),
+    "a tensor scale of amax / 4": (
+        {"recipe": variant(tensor_rule="fouroversix_4")}, ValueError,
+        f"{STATIC} cannot be searched, with tensor_rule 'fouroversix_4'; {SEARCHED}",
+    ),
+    "codes toward zero": (
+        {"recipe": variant(rounding="rz")}, ValueError, f"{STATIC} cannot be searched, with rounding 'rz'; {SEARCHED}",
+    ),
     "a Hessian of other blocks": (
         {"recipe": "mxfp4", "hessian": EYES}, ValueError,
         "a hessian was given, and mxfp4-ocp has no blocks of 16 columns; leave it out, or give weights",

@@ -18,7 +18,7 @@ from fp4kit.cli.output import Output
 from fp4kit.evidence import fuzz, selftest
 from fp4kit.evidence import sweep as selftest_sweep
 from fp4kit.evidence.selftest import Engine, Finished, Outcome, Task, compare
-from fp4kit.evidence.sweep import ALL, SIGN, SWEEPS, differences, runs
+from fp4kit.evidence.sweep import ALL, NEAR, SIGN, STEP, SWEEPS, differences, runs
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES
@@ -152,6 +152,30 @@ def test_one_wrong_code_in_a_sweep_is_found(sweep, monkeypatch):
     assert first.startswith(f"{sweep.recipe}: bits {0x3F800000 + at:#010x} give ")
 
 
+@pytest.mark.parametrize("limit", [1, 5 * STEP * CHUNK, ALL])
+def test_pieces_of_a_quick_sweep(limit):
+    """One of many from end to end, in pieces; then all around each change of code."""
+    begins = np.array([0, limit // 3, limit - 1])
+    *spread, first, middle, last = selftest_sweep._quick_pieces(limit, CHUNK, begins)
+    assert [piece[0] for piece in spread] == list(range(0, limit, STEP * CHUNK))
+    assert {piece.step for piece in spread} == {STEP} and sum(map(len, spread)) == len(range(0, limit, STEP))
+    assert (first[0], last[-1]) == (0, limit - 1) and middle[0] == max(begins[1] - NEAR, 0) and middle.step == 1
+    assert middle[-1] == min(begins[1] + NEAR, limit) - 1
+
+
+def test_a_wrong_code_beside_a_change_is_found_quickly(monkeypatch):
+    sweep, right = SWEEPS[0], selftest_sweep.codes
+    begins, _ = runs(sweep, 0)
+    around = slice(-len(begins), None)
+    compared, *rest = differences(np, sweep, CHUNK, around, quick=True)
+    assert compared > 2 * NEAR * len(begins) and rest == [0, ""]
+    at = int(begins[3]) - 1
+    monkeypatch.setattr(selftest_sweep, "runs", lambda sweep, sign: (begins, right(np, sweep, begins | np.uint32(sign))))
+    monkeypatch.setattr(selftest_sweep, "codes", lambda module, sweep, bits: right(module, sweep, bits) ^ (bits == at))
+    _, differing, first = differences(np, sweep, CHUNK, around, quick=True)
+    assert differing == 1 and first.startswith(f"{sweep.recipe}: bits {at:#010x} give ")
+
+
 def test_a_specification_that_falls_is_an_error(monkeypatch):
     right = selftest_sweep.quantize
 
@@ -175,6 +199,14 @@ def test_the_full_plan_covers_every_recipe(golden):
     assert parts["every float32"] == {sweep.name for sweep in SWEEPS}
     assert "recorded outputs of the producers" not in {task.part for task in selftest.plan(NUMPY, None, quick=False)}
     assert len(selftest.plan(NUMPY, golden, quick=True)) < sum(map(len, parts.values()))
+
+
+def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
+    """All 2^32 took most of it: minutes on two cores."""
+    calls = []
+    monkeypatch.setattr(selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, ""))
+    tasks = [task for task in selftest.plan(NUMPY, golden, quick=True) if "float32" in task.part]
+    assert [task.run().values for task in tasks] == [1] * len(SWEEPS) and calls == [(sweep, True) for sweep in SWEEPS]
 
 
 def reported(monkeypatch, capsys, *outcomes):

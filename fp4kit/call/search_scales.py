@@ -10,12 +10,14 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import as_real, has_given_powers
 from fp4kit.call.check import check_has_codes
-from fp4kit.call.parse import Call, Declined, array_call, with_amaxes
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.call.parse import Call, array_call, with_amaxes
+from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.validate import unfit_for_sweep
 
 NEAR = (-8, 8)  # codes beside that of the amax
 WIDEST = 126  # codes beside one that all candidates are among
+AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
 RUN = 16  # elements of a row of a block
 POWERS = {"mse": 2.0, "mae": 1.0, "max": np.inf}
 GRID = (0.25, 4.0, 0.1)  # of Model-Optimizer's MseCalibrator
@@ -60,12 +62,17 @@ class Search(NamedTuple):
         """Whether block scales are powers of two."""
         return self.call.recipe.scale == E8M0
 
+    @property
+    def is_swept(self) -> bool:
+        """Whether E4M3 scales are searched by squares."""
+        return self.terms.grid is None and not self.has_powers and self.terms.power == 2
+
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:
     """A call that finds block amaxes, or tensor amaxes where there are no block scales."""
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = wanted
-    if _has_grid(r):
+    if has_grid(r):
         grid = _grid(op, candidates)
         _check_no_hessian(op, hessian, r)
     else:
@@ -90,18 +97,12 @@ def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: A
     return Search(call, Terms(*found, offsets, power, grid))
 
 
-def check_swept(search: Search) -> None:
-    """Raise Declined for what is no sweep of E4M3 scales by squares, which compiled engines and GPUs alone do."""
-    if search.terms.grid is not None:
-        raise Declined(f"{search.call.recipe.id} is searched over a grid of amaxes; compute on the CPU with cupy.asnumpy(x)")
-    if search.has_powers:
-        name = search.call.recipe.id
-        raise Declined(f"{name} has E8M0 scales, which no CUDA kernel searches; compute on the CPU with cupy.asnumpy(x)")
-    if search.terms.power != 2:
-        raise Declined("no CUDA kernel searches by another objective than 'mse'; compute on the CPU with cupy.asnumpy(x)")
+def is_searchable(r: Recipe) -> bool:
+    """Whether search_scales takes a recipe."""
+    return has_grid(r) or has_given_powers(r) or (not r.fake_only and unfit_for_search(r) is None)
 
 
-def _has_grid(r: Recipe) -> bool:
+def has_grid(r: Recipe) -> bool:
     """Whether all scales of a recipe come from its tensor amaxes, those of the tensor, of experts or of rows."""
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
@@ -143,12 +144,18 @@ def power_of(op: str, objective: Any) -> float:
 def check_searched(op: str, r: Recipe) -> None:
     """Recipes whose block amaxes can be chosen among those that give an E4M3 scale each."""
     check_has_codes(op, r)
-    given = r.static or r.search == "modelopt_sweep"
-    if not (given and r.element == E2M1 and r.scale == E4M3 and r.block and r.block_size == RUN):
+    unfit = unfit_for_search(r)
+    if unfit is not None:
         raise ValueError(
-            f"{op}: {r.id} cannot be searched; needs a static recipe of E2M1 elements in blocks of 16 under E4M3 scales, such as "
-            "nvfp4-modelopt-static, one of E8M0 scales, or FP8 or integers without block scales"
+            f"{op}: {r.id} cannot be searched, with {unfit} {getattr(r, unfit)!r}; needs a static recipe of nearest E2M1 "
+            "elements in blocks of 16 under E4M3 scales of amax / 6 and one tensor scale, such as nvfp4-modelopt-static, "
+            "one of E8M0 scales, or FP8 or integers without block scales"
         )
+
+
+def unfit_for_search(r: Recipe) -> str | None:
+    """The field for which a recipe of E4M3 scales cannot be searched."""
+    return unfit_for_sweep(r) or (None if r.static or r.search == "modelopt_sweep" else "static")
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:

@@ -28,7 +28,8 @@ class Explanation:
     recipe: an id, the first of `recipes` that give these bytes alike; None where nothing gives all of them.
     mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
     codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of both in all.
-    blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. sentence: all this for people.
+    blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. searched: no recipe gives the
+    scales, and one all codes under them. sentence: all this for people.
     """
 
     recipe: str | None
@@ -39,6 +40,7 @@ class Explanation:
     sentence: str
     recipes: tuple[str, ...] = ()
     blank: bool = False
+    searched: bool = False
 
     @property
     def explained(self) -> bool:
@@ -89,11 +91,16 @@ def explain(
 
 
 def _searched(case: Case, layouts: list[Layout]) -> Explanation:
-    """The plain layout first; the others where that needs more than one mishap; then orders that no table has."""
+    """The plain layout first; the others where that needs more than one mishap; then orders that no table has.
+
+    Where codes are right in the plain layout under scales of no known rule, they are in no other one.
+    """
     trial, plain = Trial(), layouts[0]
     orders = orders_by_sign(case, plain)
     try_layout(case, plain, orders or code_orders(case.layer.recipe, plain.shape[1])[:1], trial)
     found, tally = first_whole(case, trial.whole)
+    if not found and (searched := _by_scales(case, plain, trial)):
+        return searched
     if not found or len(found[0].mishaps) > 1:
         for layout in layouts[1:]:
             if orders := orders_by_sign(case, layout):
@@ -101,7 +108,7 @@ def _searched(case: Case, layouts: list[Layout]) -> Explanation:
         found, tally = first_whole(case, trial.whole)
     if found:
         return _explained(found, tally, case.layer.blank)
-    return _by_scales(case, plain, trial) or _permuted(case, plain, trial) or _nearest(case, plain, trial)
+    return _permuted(case, plain, trial) or _nearest(case, plain, trial)
 
 
 def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
@@ -112,7 +119,7 @@ def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
     text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"
-    return Explanation(None, None, case.layer.codes.size, 0, _all_bytes(case).total, text)
+    return Explanation(None, None, case.layer.codes.size, 0, _all_bytes(case).total, text, searched=True)
 
 
 def _permuted(case: Case, plain: Layout, trial: Trial) -> Explanation | None:

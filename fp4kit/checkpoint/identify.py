@@ -78,11 +78,19 @@ class CheckpointVerdict:
         if not self.layers:
             return "there are no quantized layers"
         if not self.recipes:
-            return f"nothing explains any of {_layers(len(self.layers))}"
+            return self._without_recipe()
         among, all_ = len(self.layers) - len(self.exceptions), len(self.layers)
         whom = _layers(all_) if among == all_ else f"{among:,} of {_layers(all_)}"
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
         return f"{either(self.recipes)} made {whom}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
+
+    def _without_recipe(self) -> str:
+        searched, all_ = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
+        if not searched:
+            return f"nothing explains any of {_layers(all_)}"
+        whom = _layers(all_) if searched == all_ else f"{searched:,} of {_layers(all_)}"
+        others = "; nothing explains the others" * (searched < all_)
+        return f"searched scales in {whom}: codes are right under them, and no rule known here gives them{others}"
 
     def __str__(self) -> str:
         return "\n".join([self.sentence, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)])

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import Search, check_swept
+from fp4kit.call.search_scales import Search
 from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import keys, matrix, partial
 from fp4kit.cpu import search_scales as searching
@@ -170,7 +170,8 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 def search_scales(search: Search) -> np.ndarray:
     """reference.engine.search_scales."""
     functions()
-    check_swept(search)
+    if not search.is_swept:
+        raise Declined("the specification has searches by other objectives, of powers of two and of amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     matrix.check_array(search.call.x)
     return reference.search_scales(search, _MATRICES)

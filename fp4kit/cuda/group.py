@@ -18,6 +18,7 @@ from fp4kit.call.parse import Call, check_codes, naming
 from fp4kit.cuda import grouped
 from fp4kit.cuda.engine.amax import Rows, covered_by_scales
 from fp4kit.cuda.engine.matrices import split, work_of
+from fp4kit.cuda.engine.search_scales import is_searched_in_groups, search_group, searched_matrices, without_search
 from fp4kit.cuda.grouped import Launch
 from fp4kit.cuda.launch import Matrix, empty_scales
 from fp4kit.cuda.ways import Work
@@ -103,6 +104,7 @@ class Group:
             self._xs = [readable(a, self._copies) for a in arrays]
             self._xs = self._xs if stack is None else list(self._xs[0])
             self.amaxes = self._find_amaxes()
+            self.calls, self._searches = self._find_searches()
 
     def _find_amaxes(self) -> list[Any]:
         r, cupy = self.recipe, interop.cupy()
@@ -119,6 +121,18 @@ class Group:
         checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
+
+    def _find_searches(self) -> tuple[Sequence[Call], list[Launch]]:
+        """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as they are."""
+        r, calls = self.recipe, self.calls
+        if not is_searched_in_groups(r):
+            return calls, []
+        blocks = self._outputs([scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), interop.cupy().empty)
+        launches = []
+        for numbers in by_dtype(self._xs):
+            group = [part for i in numbers for part in searched_matrices(self._xs[i], blocks[i], self.amaxes[i], r)]
+            launches += [search_group(group, r, self._mask)] if group else []
+        return [call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)], launches
 
     @property
     def computes_amaxes(self) -> bool:
@@ -149,7 +163,7 @@ class Group:
     def _run(self, prepared: tuple[list[Any], list[Launch]], compute_amaxes: bool) -> list[Any]:
         outputs, launches = prepared
         self._update(compute_amaxes)
-        launch_all([], launches)
+        launch_all([], [*self._searches, *launches])
         return outputs
 
     def _update(self, compute_amaxes: bool) -> None:

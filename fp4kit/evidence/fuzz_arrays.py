@@ -204,6 +204,19 @@ def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
+def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Finite ones, not negative: ordinary, some zeros, some far from the others, some where squares are lost."""
+    x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
+    return x.astype(dtype)
+
+
+def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Symmetric ones: of few or many samples, with negative values of one too."""
+    samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
+    x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
+    return (x + x.transpose(0, 2, 1)).astype(dtype)
+
+
 FINITE_KINDS = ("ordinary", "finite", "ties", "tiny", "zeros", "outlier", "constant")
 NUMBERS = (*FINITE_KINDS, "infinite")  # kinds without NaN
 KINDS = (*FINITE_KINDS, "bits", "sprinkled")
@@ -222,6 +235,9 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "codes": _below(16),
     "codes of 6 bits": _below(64),
     "amaxes": _amaxes,
+    "weights": _weights,
+    "hessians": _hessians,
+    "ones": lambda rng, shape, dtype: np.ones(shape, dtype),
 }
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.call.search_scales import is_searchable
 from fp4kit.evidence.fuzz_arrays import KINDS, NUMBERS, Array, View
 from fp4kit.evidence.fuzz_recipes import Variant, draw_variant
+from fp4kit.formats import E4M3
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -38,6 +40,7 @@ OPERATIONS = (
     "amax",
     "partial",
     "master_weights",
+    "search_scales",
 )
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 VALUES_ONLY = (
@@ -51,6 +54,7 @@ VALUES_ONLY = (
 FLATTENED = ("partial", "master_weights")
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
+MOST_SEARCHED = 1 << 12  # elements of an array: the specification tries 126 scales, or 39 amaxes
 BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 
@@ -99,6 +103,9 @@ class Options:
     columnwise: bool = False
     stacked: bool = False
     fake: bool = False  # of a plan
+    objective: str = "mse"  # of a search
+    candidates: str = ""  # "near", or "some"
+    columns: str = ""  # what a search has of them: "weights" or "hessian"
     fault: str = ""  # what makes the call one to be refused
 
 
@@ -184,7 +191,7 @@ class Draw:
         has_layout = scaled and operation not in (*VALUES_ONLY, "partial", "swizzle_bytes")
         stochastic = floats and operation in _ROUNDED and not fake and self.often(0.25)
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if operation in _SEEDED else ("seed", "bytes"))]
-        return Options(
+        found = Options(
             seed=int(self.rng.integers(1 << 40)),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
@@ -202,6 +209,14 @@ class Draw:
             stacked=operation in GROUPED and self.often(0.4),
             fake=self.often(0.4),
         )
+        return self.search(found, r) if operation == "search_scales" else found
+
+    def search(self, options: Options, r: Recipe) -> Options:
+        """The same with what is searched."""
+        by_hessian = r.scale == E4M3 and self.often(0.3)
+        objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4"))
+        columns = "hessian" if by_hessian else self.pick(("", "weights"))
+        return replace(options, objective=objective, columns=columns, candidates=self.pick(("", "", "near", "some")))
 
     # ---- arrays ---------------------------------------------------------------------------------------------------------
 
@@ -229,7 +244,7 @@ class Draw:
         for i, unit in multiples.items():
             shape[i] = -(-int(self.pick(BLOCKED)) // unit) * unit
         for i in self.rng.permutation(ndim):
-            if prod(shape) > self.pool.largest:
+            if prod(shape) > (min(self.pool.largest, MOST_SEARCHED) if operation == "search_scales" else self.pool.largest):
                 shape[i] = multiples.get(i) or int(self.pick((1, 2, 3)))
         if self.often(0.03):
             shape[self.rng.integers(ndim)] = 0
@@ -263,6 +278,8 @@ def _serves(operation: str, r: Recipe) -> bool:
         return r.block is not None and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)
     if operation == "transpose":
         return r.block is not None and r.block[0] > 1
+    if operation == "search_scales":
+        return is_searchable(r)
     return r.scale is not None if operation in ("swizzle",) else True
 
 

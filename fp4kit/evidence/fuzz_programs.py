@@ -21,6 +21,7 @@ from fp4kit.evidence.fuzz_arguments import (
     tensor_amax,
 )
 from fp4kit.evidence.fuzz_cases import Case
+from fp4kit.evidence.fuzz_search import search_scales
 from fp4kit.evidence.fuzz_statements import Program, Ref, Statement
 from fp4kit.evidence.fuzz_with_scales import with_scales
 from fp4kit.layouts import padded_shape
@@ -328,4 +329,5 @@ _PROGRAMS: dict[str, Callable[[Program, Case], None]] = {
     "amax": _amax_program,
     "partial": _partial,
     "master_weights": _master_weights,
+    "search_scales": search_scales,
 }

@@ -128,10 +128,11 @@ def quantize_both(
 ) -> tuple[Quantized, Quantized]:
     """Quantize x rowwise (axis -1) and columnwise (axis -2): (q_row, q_col), each as quantize gives it.
 
-    x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column.
+    x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column, and take none.
     hadamard: applies to the columnwise result only, as in TE. seed: the columnwise result uses seed + 1.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    Raises what quantize raises, and ValueError for x of less than two dimensions.
+    Raises what quantize raises, and ValueError for x of less than two dimensions, and for a tensor_amax of a recipe that has one
+        for each row or block.
 
     >>> import fp4kit, numpy as np
     >>> row, column = fp4kit.quantize_both(np.ones((32, 64), np.float32), "mxfp4")
@@ -157,6 +158,9 @@ def _quantize_both(x: Any, recipe: str | Recipe, options: Options, key: Any, ten
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:
         raise ValueError(f"{op}: x is {row.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
+    if tensor_amax is not None and row.recipe.tensor_scaling != "tensor":
+        why = f"{row.recipe.id} has one for each {row.recipe.tensor_scaling}, and other ones for columns"
+        raise ValueError(f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2")
     column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
     both: tuple[Quantized, Quantized] = run(op, "quantize_both", row.x, row, column)
     if key is not None:

@@ -33,11 +33,12 @@ def search_scales(
     With a Hessian H of the block's columns the loss is d^T H d, d = x - q * scale(c), and scale(c) is first rounded to E4M3.
 
     x: float32, float16 or bfloat16, any shape and strides, of any library. Never written to.
-    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6; or
-        nvfp4-modelopt-mse, which quantizes under the same amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block,
-        where a variant has these, is that of all its rows. Of FP8 and integers without block scales (fp8-modelopt,
-        int8-modelopt-channel, ...) the amax of the tensor, or of each expert or row, is searched; of E8M0 scales in blocks of one
-        row (mxfp4-ocp, mxfp8-te, ...) amax * 2^j of the block, in the recipe's own arithmetic.
+    recipe: a static one of E2M1 in blocks of 16 under E4M3 scales, nvfp4-modelopt-static or nvfp4-modelopt-static-4over6, or a
+        variant of nearest codes, scales of amax / 6 and one tensor scale; or nvfp4-modelopt-mse, which quantizes under the same
+        amaxes in one call. Blocks run along `axis`; the loss of a 16x16 block, where a variant has these, is that of all its
+        rows. Of FP8 and integers without block scales (fp8-modelopt, int8-modelopt-channel, ...) the amax of the tensor, or of
+        each expert or row, is searched; of E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...) amax * 2^j of the block,
+        in the recipe's own arithmetic.
     objective: "mse", as above; "mae": sum of weight * |x - q * scale(c)|; "max": the largest of these; "p2.4", or another number
         from 1 to 16: sum of weight * |x - q * scale(c)|^2.4. "p1" is "mae", "p2" is "mse".
     tensor_amax: as quantize takes it, and the same one must be given to both; computed from x if None.
@@ -57,14 +58,16 @@ def search_scales(
     Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a recipe that is
         none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or (weights)
         negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other candidates;
-        NotImplementedError for what has no CUDA kernel: 16x16 blocks, objectives other than "mse", other scales than E4M3.
+        NotImplementedError for what has no CUDA kernel: powers other than 1 and 2, amaxes without block scales, E8M0 scales of
+        blocks that are no multiple of 16 columns.
         Weights and Hessians on a GPU are not looked at, since that would wait.
     Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's approximate
         division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to even
         codes; above 6 it is 6. Losses that are equal after rounding count as equal: the least c wins. A scale(c) that underflows
         to 0 counts as 1. A block with NaN or infinity, or whose losses all overflow, has no least one and takes the first
-        candidate. Of a tensor of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are NumPy's of float64, rounded to
-        float32: where that is computed otherwise, a loss may differ in its last bit.
+        candidate; of E8M0 scales its own amax. What is made of an amax that is NaN is NaN, which quantize refuses. Of a tensor
+        of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are NumPy's of float64, rounded to float32: where that is
+        computed otherwise, a loss may differ in its last bit.
     Exact: the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a Hessian. Weights,
         "near", scale_max 256 and other objectives follow the same arithmetic; the source has none of them there.
     Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, torch/quantization/calib/mse.py MseCalibrator

@@ -236,11 +236,29 @@ def _check_search(r: Any) -> None:
         _refuse(r, "search", f"scale is {r.scale}; this search chooses amaxes of blocks with scales of {rule.scale}")
     if r.block_rows > 1 or r.block_size % rule.lanes:
         _refuse(r, "block", f"search {r.search!r} needs one row and a multiple of {rule.lanes} columns")
-    if rule.nvfp4 and (r.element != E2M1 or r.block_size != 16 or r.tensor_scaling != "tensor"):
-        _refuse(r, "search", "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor'")
+    if rule.nvfp4 and (unfit := unfit_for_sweep(r)):
+        needed = "needs E2M1 elements in blocks of 16 columns and tensor_scaling 'tensor', scales of amax / 6, and nearest codes"
+        _refuse(r, "search", f"{needed}; {unfit} is {getattr(r, unfit)!r}")
     for name, plain in (("four_over_six", None), ("static", False), ("fake_rule", None)):
         if getattr(r, name) != plain:
             _refuse(r, name, f"has no meaning with search {r.search!r}, which chooses each amax by the codes; needs {plain}")
+
+
+def unfit_for_sweep(r: Any) -> str | None:
+    """The field of a recipe by which a sweep of E4M3 scales is not of its own arithmetic, which the sweep is written for.
+
+    That tries nearest E2M1 numbers under scales of amax / 6, of blocks of 16 columns, in the range of one tensor's amax.
+    """
+    fits = {
+        "element": r.element == E2M1,
+        "scale": r.scale == E4M3,
+        "block": r.block_size == 16,
+        "tensor_scaling": r.tensor_scaling == "tensor",
+        "block_rule": r.block_rule not in rules.TOPS,
+        "tensor_rule": r.tensor_rule not in rules.TOPS,
+        "rounding": r.rounding != "rz",
+    }
+    return next((name for name, fit in fits.items() if not fit), None)
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:

@@ -32,6 +32,7 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
     return exact.astype(np.float32)
 
 
+@np.errstate(all="ignore")
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
     """amax * multiple of least loss, float32 in the shape of amax; the first of equals. Losses that are NaN count as infinite."""
     call, terms = search.call, search.terms

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fp4kit.call.search_scales import Search, Terms
+from fp4kit.call.search_scales import AROUND_FLOOR, Search, Terms
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import block_amax, tiles
@@ -14,8 +14,6 @@ from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
 from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.search_scales import powers, squared
-
-AROUND_FLOOR = (-1, 1)  # exponents beside floor(log2(amax)) - that of the largest element
 
 
 @np.errstate(all="ignore")
@@ -25,7 +23,7 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
     for rows, columns in tiles(x.shape, r.block):
         tile, blocks = widen(x[rows, columns], r, None), slice(columns.start // r.block_size, columns.stop // r.block_size)
-        weights = None if terms.weights is None else terms.weights[columns].reshape(-1, r.block_size)
+        weights = None if terms.weights is None else _of_full_length(terms.weights[columns].reshape(-1, r.block_size))
         out[rows, blocks] = _chosen(tile, r, tensor, x.dtype, terms._replace(weights=weights))
 
 
@@ -37,11 +35,17 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     for j in _steps(own, code, r, terms):
         candidate = np.ldexp(own, j)
         codes, scales = quantize_tile(x, r, tensor, dtype, candidate, None)
-        d = np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size)
+        d = _of_full_length(np.abs(dequantize_tile(codes, scales, r, tensor) - x).reshape(*own.shape, r.block_size))
         loss = squared(d, terms.weights) if terms.power == 2 else powers(d, terms.weights, terms.power)
         better = (loss < best) & (_codes(scales) == code + j)
         best, chosen = np.where(better, loss, best), np.where(better, candidate, chosen)
     return chosen
+
+
+def _of_full_length(a: np.ndarray) -> np.ndarray:
+    """Blocks with zeros behind up to a multiple of four, which are added first: no loss changes by a 0."""
+    missing = -a.shape[-1] % 4
+    return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:

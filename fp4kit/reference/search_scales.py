@@ -144,8 +144,9 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def folded(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Sums over the last axis, a power of two long, as threads exchange them: its halves are joined until one is left."""
-    while parts.shape[-1] > 1:
-        half = parts.shape[-1] // 2
-        parts = joined(parts[..., :half], parts[..., half:], power)
+    """Sums over the last axis, as threads exchange them: halves are joined until one is left; an odd one in the middle waits."""
+    while (count := parts.shape[-1]) > 1:
+        half = (count + 1) // 2
+        pairs = joined(parts[..., : count - half], parts[..., half:], power)
+        parts = np.concatenate([pairs, parts[..., count - half : half]], axis=-1)
     return parts[..., 0]

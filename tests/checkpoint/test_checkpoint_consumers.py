@@ -23,8 +23,6 @@ from fp4kit.checkpoint.convert import convert
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing here is asked of a server
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
-pytest.importorskip("accelerate")  # transformers asks for it where it loads FP8
 
 pytestmark = pytest.mark.filterwarnings("default")  # theirs
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -37,6 +35,13 @@ NVFP4_OWN: Target = ("nvfp4-compressed-tensors", "compressed-tensors")
 MXFP4: Target = ("mxfp4-ocp", "compressed-tensors")
 MXFP8: Target = ("mxfp8-te", "compressed-tensors")
 TOKENS = torch.arange(48).reshape(2, 24) * 5 % 128
+
+
+@pytest.fixture(autouse=True, scope="module")
+def consumers() -> None:
+    """Seconds to import, so not where tests are collected."""
+    pytest.importorskip("compressed_tensors")
+    pytest.importorskip("accelerate")  # transformers asks for it where it loads FP8
 
 
 def _llama(**more: Any) -> Any:

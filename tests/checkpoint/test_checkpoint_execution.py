@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import exhaustive
 from kill_points import files_of
 from runs import environment, stopping
 from synthetic import refused
@@ -69,7 +70,7 @@ def test_worker_threads(
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, *exhaustive([3])])
 def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, workers: int) -> None:
     ticks: list[int] = []
     plan = make_plan(model[0])
@@ -237,6 +238,7 @@ def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """Workers of their own processes, with another directory than that of the process that plans: see cluster_cases.py."""
     missing("distributed")
@@ -266,7 +268,7 @@ def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Pat
     assert files_of(tmp_path / "out") == model[1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, *exhaustive([1, 3])])
 def test_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path, size: int) -> None:
     command = under_mpi(size, HERE / "convert_once.py", model[0], "out", "1")
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)

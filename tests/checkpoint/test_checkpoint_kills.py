@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from exhaustive import exhaustive
+from exhaustive import by_default, exhaustive
 from kill_points import files_of
 from runs import HERE, Model, environment, larger, running, until
 
 
-@pytest.mark.parametrize("points", [50, *exhaustive([700])])
+@pytest.mark.parametrize("points", [50, *exhaustive([300])])
 def test_kills(tmp_path: Path, points: int) -> None:
     """At random points: see kill_points.py, which does the checks."""
     synthetic.dense(tmp_path / "source")
@@ -29,7 +29,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
     assert "partial" in result.stdout and int(result.stdout.split()[0]) >= 50
 
 
-@pytest.mark.parametrize("points", [3, *exhaustive([25])])
+@pytest.mark.parametrize("points", [3, *exhaustive([12])])
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     """At random times, from outside; the workers end too."""
     model = Model(tmp_path, larger)
@@ -48,11 +48,14 @@ def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     assert not all(ends)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("workers", [1, 2, "threads"])
-def test_signals_leave_what_is_done(tmp_path: Path, number: int, code: int, workers: int | str) -> None:
+STOPS = [(workers, number) for workers in (1, 2, "threads") for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("stop", by_default([(2, signal.SIGINT)], STOPS), ids=str)
+def test_signals_leave_what_is_done(tmp_path: Path, stop: tuple[int | str, signal.Signals]) -> None:
     """Ctrl-C reaches the workers of a terminal too; none of them says a word, and none remains."""
-    model = Model(tmp_path, larger)
+    (workers, number), model = stop, Model(tmp_path, larger)
+    code = 143 if number == signal.SIGTERM else -number
     with running(model, workers) as process:
         until(lambda: b'"done"' in model.journal.read_bytes())
         os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

@@ -11,7 +11,6 @@ import pytest
 from fp4kit.checkpoint.loaders import support
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("compressed_tensors")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -20,6 +19,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False,
 }  # fmt: skip
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compressed_tensors() -> None:
+    """Seconds to import, so not where tests are collected."""
+    pytest.importorskip("compressed_tensors")
 
 
 def weights(kind: str) -> dict[str, Any]:

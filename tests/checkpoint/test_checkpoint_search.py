@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,9 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, make_plan
+from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, explain, make_plan
 from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.checkpoint.identify import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.verify import verify
 from fp4kit.cli import main
@@ -231,9 +233,24 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     verdict = identify_checkpoint(tmp_path / "d", source)
     assert verdict.recipe is None and len(verdict.exceptions) == 5
+    found = "codes are right under them, and no rule known here gives them"
+    assert verdict.sentence == f"searched scales in 5 layers: {found}"
+    strange = LayerVerdict("strange", replace(verdict.layers[0].explanation, searched=False))
+    mixed = CheckpointVerdict((), None, (*verdict.layers, strange))
+    assert mixed.sentence == f"searched scales in 5 of 6 layers: {found}; nothing explains the others"
     for layer in verdict.layers:
         assert layer.explanation.sentence.startswith("searched scales: codes are those of nvfp4-")
         assert layer.explanation.sentence.endswith("under the stored block scales, which no rule known here gives")
+
+
+def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path, monkeypatch) -> None:
+    """Each layer took as long as all mishaps together: 50 s of 48 layers of 32 rows."""
+    source, tensors = model
+    searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
+    tried, right = [], explain.try_layout
+    monkeypatch.setattr(explain, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest))
+    assert all(layer.explanation.searched for layer in identify_checkpoint(tmp_path / "d", source).layers)
+    assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 
 
 # ---- refusals ---------------------------------------------------------------------------------------------------------------
@@ -242,8 +259,8 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched; needs a static recipe"),
-        ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched; needs a static recipe"),
+        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched, with static False; needs a static recipe"),
+        ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched, with scale E8M0; needs a static recipe"),
         ({"recipe_id": "nvfp4-modelopt-mse"}, f"nvfp4-modelopt-mse searches by itself; leave it out, or use {RECIPE}"),
         ({"format": "bf16"}, "scale search: bf16 is not written with it; use --format modelopt or compressed-tensors"),
         ({"nonfinite": "keep"}, "scale search: a block with NaN or infinity has no least error; say --nonfinite saturate"),

@@ -3,43 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from host.harness import DeviceArray
 from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 
+from fp4kit.call.parse import Call
+from fp4kit.call.search_scales import Search as SearchCall
 from fp4kit.call.search_scales import Terms
 from fp4kit.cuda.engine.search_factors import search_matrix as multiples
-from fp4kit.cuda.engine.search_scales import search_matrix
-from fp4kit.ops.engines import specification
-from fp4kit.ops.search_scales import search_scales
+from fp4kit.cuda.engine.search_scales import search_group, search_matrix
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference import engine
+from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.search import search_matrix as specified
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
 
+STATIC_RECIPE = RECIPES[STATIC]
+SQUARE = replace(STATIC_RECIPE, id="static-16x16", block=(16, 16))
+SIDES = {"weights": np.linspace(0, 2, 64, dtype=np.float32), "hessian": hessians(64)}
+KINDS: dict[str, tuple[Recipe, Terms]] = {  # the pruned searches, then those of every candidate
+    "plain": (STATIC_RECIPE, Terms()),
+    "weights": (STATIC_RECIPE, Terms(weights=SIDES["weights"])),
+    "hessian": (STATIC_RECIPE, Terms(hessian=SIDES["hessian"])),
+    "square": (SQUARE, Terms(offsets=(-8, 8))),
+    "square hessian": (SQUARE, Terms(hessian=SIDES["hessian"])),
+    "mae": (STATIC_RECIPE, Terms(power=1, weights=SIDES["weights"])),
+    "max": (SQUARE, Terms(power=np.inf)),
+    "powers": (RECIPES["mxfp4-ocp"], Terms(weights=SIDES["weights"])),
+    "powers mae": (RECIPES["mxfp8-te"], Terms(power=1, offsets=(-3, 4))),
+}
+
+
 @dataclass(frozen=True)
 class Search:
-    """Instantiations of the kernels of squared errors, with weights or without, and of Hessians."""
+    """Instantiations of the kernels that search block scales."""
 
     dtype: np.dtype
-    kind: str = "plain"  # or "weights", "hessian"
+    kind: str = "plain"
 
     def __str__(self) -> str:
         return f"{self.dtype}-{self.kind}"
 
     def run(self) -> Iterator[Result]:
-        x, amax = searched_blocks(self.dtype)[:48], np.float32([4])
-        given = {"weights": np.linspace(0, 2, 64, dtype=np.float32), "hessian": hessians(64)}
-        terms = {name: array for name, array in given.items() if name == self.kind}
+        r, terms = KINDS[self.kind]
+        x, amax = searched_blocks(self.dtype)[:43], None if r.tensor_scaling == "none" else np.float32([4])
+        there = terms._replace(**{name: DeviceArray(a) for name in SIDES if (a := getattr(terms, name)) is not None})
+        call = Call("search_scales", x, r, 1, x, None if amax is None else amax.reshape(()))
         for misalignment in (0, self.dtype.itemsize):
-            out = DeviceArray(np.zeros((48, 4), np.float32))
-            there = Terms(**{name: DeviceArray(array) for name, array in terms.items()})
-            search_matrix(DeviceArray(x, misalignment), out, DeviceArray(amax), RECIPES[STATIC], there)
-            with specification():
-                yield f"search of {self}", out.array, search_scales(x, STATIC, tensor_amax=4.0, **terms)
+            out = DeviceArray.output((43, 64 // r.block_size), np.float32)
+            device_amax = None if amax is None else DeviceArray(amax)
+            search_matrix(DeviceArray(x, misalignment), out, device_amax, r, there)
+            yield f"search of {self}", out.array, engine.search_scales(SearchCall(call, terms))
+
+
+@dataclass(frozen=True)
+class GroupedSearch:
+    """Instantiations of the grouped kernel; so often that they are a table in device memory, or arguments of the kernel."""
+
+    dtype: np.dtype
+    times: int = 1
+    mask: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-grouped{f'-{self.times}-times' * (self.times > 1)}{'-hadamard' * (self.mask is not None)}"
+
+    def run(self) -> Iterator[Result]:
+        x = searched_blocks(self.dtype)
+        xs = [x[:33], x[33:34], x[34:43, :16]] * self.times
+        for misalignment in (0, self.dtype.itemsize):
+            group = [
+                (
+                    DeviceArray(a, misalignment * (i != 1)),
+                    DeviceArray.output((len(a), a.shape[1] // 16), np.float32),
+                    DeviceArray(np.float32([4])),
+                )
+                for i, a in enumerate(xs)
+            ]
+            search_group(group, STATIC_RECIPE, self.mask)()
+            for i, (a, (_, out, _)) in enumerate(zip(xs, group, strict=True)):
+                seen = a if self.mask is None else hadamard_blocks(a, self.mask)
+                call = Call("search_scales", seen, STATIC_RECIPE, 1, seen, np.float32(4))
+                yield f"search of {i}", out.array, engine.search_scales(SearchCall(call))
 
 
 @dataclass(frozen=True)

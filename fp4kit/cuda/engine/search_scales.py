@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -13,60 +13,110 @@ import numpy as np
 from fp4kit import interop
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.search_scales import PLAIN, Search, Terms, check_swept
-from fp4kit.cuda import loader
+from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, Terms
+from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
 from fp4kit.cuda.engine.search_factors import search_factors
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
+from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
+from fp4kit.cuda.limits import check_formats
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.cuda.ways import way_of
+from fp4kit.formats import E4M3, E8M0
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.search import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
-_ALL = (-126, 126)
+_ALL = (-WIDEST, WIDEST)
+_POWERS = (2, 1, np.inf)  # of errors in a loss
+_ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
+LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
+WIDEST_BLOCK = 1024  # columns of a block in a sweep
 _WORD = (1 << 64) - 1  # of a signed number
 
 
 def search_scales(search: Search) -> Any:
     """Block amaxes of least loss: float32 (..., K / 16)."""
     call, r = search.call, search.call.recipe
-    check_swept(search)
-    if r.block_rows > 1:
-        what = f"{r.id} has blocks of {r.block_rows} rows, whose search no CUDA kernel has"
-        raise Declined(f"{what}; compute on the CPU with cupy.asnumpy(x)")
+    check_searched(search)
     cupy = interop.cupy()
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         amaxes = tensor_amax(call, x)
         out = cupy.empty(scale_shape(x.shape, r), np.float32)
-        if x.size:
-            B = prod(x.shape[:-2]) if is_per_expert(amaxes, r) else 1
-            parts = zip(x.reshape(B, -1, x.shape[-1]), out.reshape(B, -1), strict=True)
-            for i, (part, found) in enumerate(parts):
-                search_matrix(part, found, part_of(amaxes, r, i, (B, len(part))), r, search.terms)
+        terms = search.terms._replace(weights=ready(search.terms.weights), hessian=ready(search.terms.hessian))
+        for matrix in searched_matrices(x, out, amaxes, r):
+            search_matrix(*matrix, r, terms, mask=call.mask)
         return out
 
 
-def search_matrix(x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None) -> None:
-    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried."""
+def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
+    """Contiguous x and out as matrices with elements, and the tensor amax of each.
+
+    They are one but for experts, and for stacks in which a block would begin in one matrix and end in the next.
+    """
+    if not x.size:
+        return
+    apart, K = is_per_expert(amaxes, r) or (x.ndim > 2 and x.shape[-2] % r.block_rows), x.shape[-1]
+    B = prod(x.shape[:-2]) if apart else 1
+    for i, (part, found) in enumerate(zip(x.reshape(B, -1, K), out.reshape(B, -1, K // r.block_size), strict=True)):
+        yield part, found, part_of(amaxes, r, i, (B, len(part)))
+
+
+def check_searched(search: Search) -> None:
+    """Raise Declined for what no kernel searches."""
+    r, terms = search.call.recipe, search.terms
+    if terms.grid is not None:
+        raise Declined(f"{r.id} is searched over a grid of amaxes; {_ON_THE_CPU}")
+    if terms.power not in _POWERS:
+        needed = "needs 'mse', 'mae' or 'max'"
+        raise Declined(f"no CUDA kernel has the objective 'p{terms.power:g}', NumPy's power of float64; {needed}; {_ON_THE_CPU}")
+    if search.has_powers:
+        check_formats(r)
+        if r.block_size % RUN or r.block_size > WIDEST_BLOCK:
+            needed = f"needs a multiple of {RUN}, {WIDEST_BLOCK} at most"
+            raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
+
+
+def search_matrix(
+    x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = PLAIN, unproven: Any = None, mask: int | None = None
+) -> None:
+    """Of one matrix into out; unproven: a uint64 to add the blocks to for which every candidate was tried.
+
+    mask: signs of the Hadamard transform that comes first, in the search of squares alone.
+    """
     check_count(x.size)
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
-    if terms.hessian is None:
-        function = _function("search", r, x.dtype, device, kAligned=whole, kWeighted=terms.weights is not None)
-        blocks, of_columns = grid(-(-x.size // 16 // THREADS), device, 8), terms.weights
+    weighted, of_columns = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
+    if not _is_pruned(r, terms):
+        function = _function("search_sweep", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
+        lanes = POWER_LANES if r.scale == E8M0 else LANES
+        blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
+    elif terms.hessian is None:
+        function = _function("search", r, x.dtype, device, mask, kAligned=whole, kWeighted=weighted)
+        blocks = grid(-(-x.size // RUN // THREADS), device, 8)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
-        strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // 16)), 1)
-        blocks, of_columns = columns // 16 * strips, terms.hessian
-    offsets = (end & _WORD for end in terms.offsets or _ALL)
-    launch = Launch(function, blocks, _SEARCH, rows, columns, *offsets)
+        strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
+        blocks = columns // RUN * strips
+    offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
+    launch = Launch(function, blocks, _SEARCH, rows, columns, *(end & _WORD for end in offsets))
     launch(*map(address, (x, amax, of_columns, out, unproven)))
+
+
+def _is_pruned(r: Recipe, terms: Terms) -> bool:
+    """Whether bounds hold: of squares under E4M3 scales of blocks of one row, whose amax is NaN if an element is."""
+    return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
+
+
+def _loss(terms: Terms) -> dict[str, bool]:
+    """What a sweep's loss is, none of these for squares; kFromFloor: whether E8M0 scales are those around the floor."""
+    loss = {"kHessian": terms.hessian is not None, "kMagnitudes": terms.power == 1, "kLargest": terms.power == np.inf}
+    return loss | {"kFromFloor": terms.offsets is None}
 
 
 def searched(call: Call) -> Call:
@@ -74,27 +124,50 @@ def searched(call: Call) -> Call:
 
     What no kernel searches stays as it is, and is declined as any other recipe that no way takes.
     """
-    if call.recipe.search not in _KERNELS or call.has_scales or call.mask is not None:
+    search = call.recipe.search
+    if search not in _KERNELS or call.has_scales or (call.mask is not None and search in FACTORS):
         return call
-    taking = call._replace(recipe=_without_search(call.recipe))
+    taking = call._replace(recipe=without_search(call.recipe))
     way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
     with interop.making_current(call.x.device.id):
         amax = tensor_amax(call, interop.cupy().ascontiguousarray(call.moved))
-        found = _KERNELS[call.recipe.search](call._replace(tensor_amax=amax))
+        found = _KERNELS[search](call._replace(tensor_amax=amax))
         return taking._replace(tensor_amax=amax, block_amax=found)
 
 
+_SWEEP = "modelopt_sweep"
 _KERNELS: dict[str, Callable[[Call], Any]] = {
-    "modelopt_sweep": lambda call: search_scales(Search(call)), **dict.fromkeys(FACTORS, search_factors)
+    _SWEEP: lambda call: search_scales(Search(call)), **dict.fromkeys(FACTORS, search_factors)
 }
 
 
+def is_searched_in_groups(r: Recipe) -> bool:
+    """Whether a recipe has a search, and the grouped kernel does it."""
+    return r.search == _SWEEP
+
+
 @cache
-def _without_search(r: Recipe) -> Recipe:
+def without_search(r: Recipe) -> Recipe:
+    """The recipe that takes block amaxes in place of one that searches them."""
     return replace(r, search="")
 
 
+def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:
+    """The launch that searches as search_matrix does, without terms: of x, out and amax each; of one dtype and device."""
+    xs, outs, amaxes = zip(*group, strict=True)
+    device, whole, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
+    arguments = np.zeros(len(xs), _SEARCH)
+    for name, arrays in (("x", xs), ("tensor_amax", amaxes), ("block_amax", outs)):
+        arguments[name] = [address(array) for array in arrays]
+    arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
+    arguments["lower"], arguments["upper"] = _ALL
+    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small}
+    function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
+    parts = grouped.parts_of(np.array([x.size for x in xs]), device)
+    return grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
+
+
 @cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, **options: bool) -> Any:
-    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **options)
+def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
+    source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)

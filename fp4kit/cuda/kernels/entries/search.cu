@@ -26,10 +26,12 @@ FP4KIT_DEVICE u32 search_fully(const Left<kWeighted>& left, const Candidates& sh
   return best.code;
 }
 
-template <class In, bool kAligned, bool kWeighted>
+template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, i64 i, i64 blocks) {
   Searched<kWeighted> block;
-  load_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + i * kSearched, block.a);
+  Run<In, kSearched> run = read_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + i * kSearched);
+  if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
+  widen_run(run, block.a);
 #pragma unroll
   for (int j = 0; j < kSearched; ++j) block.a[j] = magnitude_of(block.a[j]);
   if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + i % blocks * kSearched, block.w);
@@ -37,7 +39,7 @@ FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, i64 i, i6
 }
 
 template <class R, class In, bool kAligned, bool kWeighted>
-FP4KIT_DEVICE void search(const SearchArguments& a) {
+FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid) {
   __shared__ Candidates shared;
   __shared__ Left<kWeighted> all_left[kThreads / 32];
   const float amax_of_tensor = *a.tensor_amax;
@@ -46,10 +48,10 @@ FP4KIT_DEVICE void search(const SearchArguments& a) {
   Left<kWeighted>& left = all_left[threadIdx.x / 32u];
   const i64 blocks = a.columns / kSearched, count = a.rows * blocks;
   u64 unproven = 0;
-  for (i64 first = first_item(whole_grid()) - threadIdx.x % 32u; first < count; first += item_stride(whole_grid())) {
+  for (i64 first = first_item(grid) - threadIdx.x % 32u; first < count; first += item_stride(grid)) {
     const i64 i = first + threadIdx.x % 32u;
     const bool is_block = i < count;
-    Searched<kWeighted> block = load_block<In, kAligned, kWeighted>(a, is_block ? i : count - 1, blocks);
+    Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, is_block ? i : count - 1, blocks);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(block.a[j]));
@@ -71,4 +73,6 @@ FP4KIT_DEVICE void search(const SearchArguments& a) {
   if (a.unproven && unproven) atomicAdd(a.unproven, unproven);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) search_kernel(SearchArguments a) { search<R, Input, kAligned, kWeighted>(a); }
+extern "C" __global__ void __launch_bounds__(kThreads) search_kernel(SearchArguments a) {
+  search<R, Input, kAligned, kWeighted>(a, whole_grid());
+}

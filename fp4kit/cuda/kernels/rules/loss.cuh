@@ -49,6 +49,32 @@ FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d,
   return fma_rn(d, d, sum);
 }
 
+// What a loss is: the sum of (w) d^2 or of (w) |d|, the largest (w) |d|, or d^T H d.
+enum class Objective { squares, magnitudes, largest, hessian };
+
+// Losses of two parts together. The larger one is NaN where one is.
+template <Objective kObjective>
+FP4KIT_DEVICE float joined(float a, float b) {
+  if constexpr (kObjective == Objective::largest) return a > b || is_nan(a) ? a : b;
+  return a + b;
+}
+
+// The loss of four neighbours, i their first: the second one first, and then the others in their order.
+template <Objective kObjective, bool kWeighted>
+FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const float (&d)[4]) {
+  if constexpr (kObjective == Objective::squares) {
+    float sum = kWeighted ? block.w[kWeighted ? i + 1 : 0] * d[1] * d[1] : d[1] * d[1];
+    sum = add_square(block, i, d[0], sum);
+    sum = add_square(block, i + 2, d[2], sum);
+    return add_square(block, i + 3, d[3], sum);
+  } else {
+    float terms[4];
+FP4KIT_UNROLL
+    for (int j = 0; j < 4; ++j) terms[j] = kWeighted ? block.w[kWeighted ? i + j : 0] * magnitude_of(d[j]) : magnitude_of(d[j]);
+    return joined<kObjective>(joined<kObjective>(joined<kObjective>(terms[1], terms[0]), terms[2]), terms[3]);
+  }
+}
+
 // sum of (w) (a - q scale)^2, as Triton's four threads add four elements each, and then their sums.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const Searched<kWeighted>& block, Candidate c, float moved) {
@@ -58,10 +84,7 @@ FP4KIT_UNROLL
     float d[4];
 FP4KIT_UNROLL
     for (int j = 0; j < 4; ++j) d[j] = left_of<kAny>(block.a[4 * i + j], c, moved);
-    const float second = kWeighted ? block.w[kWeighted ? 4 * i + 1 : 0] * d[1] * d[1] : d[1] * d[1];
-    sums[i] = add_square(block, 4 * i, d[0], second);
-    sums[i] = add_square(block, 4 * i + 2, d[2], sums[i]);
-    sums[i] = add_square(block, 4 * i + 3, d[3], sums[i]);
+    sums[i] = loss_of_four<Objective::squares>(block, 4 * i, d);
   }
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }

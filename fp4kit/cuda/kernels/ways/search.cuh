@@ -15,8 +15,8 @@
 #pragma once
 
 #include "block.cuh"
+#include "hadamard.cuh"
 #include "loss.cuh"
-#include "memory.cuh"
 
 struct SearchArguments {
   const void* x;
@@ -52,7 +52,7 @@ struct Span {
 template <class R>
 FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
-  const i64 own = R::BlockRule::template code<R, Float32>(amax, t);
+  const i64 own = block_modelopt_static::code<R, Float32>(amax, t);
   const auto within = [](i64 code) { return static_cast<u32>(minimum<i64>(maximum<i64>(code, 1), kLastCandidate)); };
   return {within(own + a.lower), within(own + a.upper)};
 }

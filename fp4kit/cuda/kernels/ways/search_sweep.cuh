@@ -1,0 +1,180 @@
+// The search of a block's scale that tries every candidate, in the order of the specification: by any objective, of a set of candidates.
+//
+// A set of candidates is a struct with
+//   kLanes             threads that share a block; they take candidates in turn
+//   make(a, shared)    itself, with what all blocks share; each thread of a thread block calls it
+//   begin(amax)        candidates first ... last of a block, by its own amax
+//   tries(i, trial)    whether candidate i is one, and what elements meet under it
+//   left(x, trial)     what that leaves of an element, of which a Hessian alone reads the sign
+//   amax_of(best)      the amax of the first candidate of least loss; what a block has where no loss is below infinity
+#pragma once
+
+#include "exact.cuh"
+#include "search_hessian.cuh"
+
+// A candidate and its loss; of equal losses, the first candidate.
+struct Found {
+  float loss;
+  i32 candidate;
+  FP4KIT_DEVICE_MEMBER void meet(Found other) {
+    if (other.loss < loss || (other.loss == loss && other.candidate < candidate)) *this = other;
+  }
+};
+
+// floor(log2(x)) of a finite x > 0; -1 of 0, as frexp has it.
+FP4KIT_DEVICE i32 floor_log2(float x) {
+  if (x == 0.0f) return -1;
+  const bool is_small = x < kFltMin;
+  return static_cast<i32>(bits_of(is_small ? x * 0x1p24f : x) >> 23) - (is_small ? 127 + 24 : 127);
+}
+
+// E4M3 scales: all of them, or those beside that of the block's own amax.
+template <class R, bool kStored>
+struct ScaleCodes {
+  static constexpr int kLanes = 32;
+  using Shared = Candidates;
+  using Trial = Candidate;
+  const SearchArguments& a;
+  const Shared& shared;
+  float of_tensor;
+  i32 first, last;
+
+  FP4KIT_DEVICE ScaleCodes make(const SearchArguments& a, Shared& shared) {
+    const float amax = *a.tensor_amax;
+    make_candidates<R>(shared, amax);
+    if constexpr (kStored) {  // as a Hessian's losses have them
+      for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads) shared.of[code] = stored_candidate_of<R>(code, amax);
+      __syncthreads();
+    }
+    return {a, shared, amax, 0, 0};
+  }
+  FP4KIT_DEVICE_MEMBER void begin(float amax) {
+    const Span span = span_of<R>(a, amax, R::TensorRule::template scale<R, Float32>(of_tensor));
+    first = static_cast<i32>(span.low);
+    last = static_cast<i32>(span.high);
+  }
+  FP4KIT_DEVICE_MEMBER bool tries(i32 i, Trial& trial) const {
+    trial = shared.of[i];
+    return true;
+  }
+  FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
+    const float left = left_of<true>(magnitude_of(x), trial, moved_by(trial.scale));
+    return x >= 0.0f ? left : -left;
+  }
+  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const { return candidate_amax<R>(static_cast<u32>(best.candidate), of_tensor); }
+};
+
+// E8M0 scales, of amax * 2^j in the recipe's own arithmetic: j beside 0, or, if kFromFloor, beside what makes floor(log2(amax)) less that
+// of the largest element. A candidate is one only if its scale is 2^j times that of the amax.
+template <class R, class In, bool kFromFloor>
+struct ScalePowers {
+  static constexpr int kLanes = 4;
+  struct Shared {};
+  struct Trial {
+    Factor factor;
+    typename R::DecodeRule::Scale scale;
+  };
+  const SearchArguments& a;
+  TensorScale none;
+  float amax;
+  i32 code, first, last;
+
+  FP4KIT_DEVICE ScalePowers make(const SearchArguments& a, Shared& shared) { return {a, {1.0f, 1.0f, 1.0f}, 0.0f, 0, 0, 0}; }
+  FP4KIT_DEVICE_MEMBER i32 code_of(float of_block) const { return static_cast<i32>(R::BlockRule::template code<R, In>(of_block, none)); }
+  FP4KIT_DEVICE_MEMBER void begin(float of_block) {
+    constexpr i32 kTop = static_cast<i32>(R::Element::kMaxBits >> 23) - 127;
+    amax = of_block;
+    code = code_of(amax);
+    const i32 base = kFromFloor ? floor_log2(amax) - kTop + 127 - code : 0;
+    first = base + static_cast<i32>(a.lower);
+    last = base + static_cast<i32>(a.upper);
+  }
+  FP4KIT_DEVICE_MEMBER bool tries(i32 j, Trial& trial) const {
+    const float of_block = ldexpf(amax, j);
+    const u32 found = R::BlockRule::template code<R, In>(of_block, none);
+    trial.factor = factor_of<R, In>(found, of_block, none);
+    trial.scale = R::DecodeRule::template scale<R>(found, none);
+    return static_cast<i32>(found) == code + j;
+  }
+  FP4KIT_DEVICE_MEMBER float left(float x, const Trial& trial) const {
+    return exact_value<R>(exact_code<R, In>(x, trial.factor, 0u), trial.scale) - x;
+  }
+  FP4KIT_DEVICE_MEMBER float amax_of(Found best) const { return is_finite(best.loss) ? ldexpf(amax, best.candidate) : amax; }
+};
+
+// What a candidate leaves of sixteen elements.
+template <class Set, bool kWeighted>
+FP4KIT_DEVICE void left_of_run(const Set& set, const typename Set::Trial& trial, const Searched<kWeighted>& run, float (&d)[kSearched]) {
+#pragma unroll
+  for (int i = 0; i < kSearched; ++i) d[i] = set.left(run.a[i], trial);
+}
+
+// The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights. Of four neighbours
+// each, whose halves are joined until one is left; the one in the middle of an odd number waits.
+template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
+FP4KIT_DEVICE float loss_of_row(const Set& set, const typename Set::Trial& trial, const Load& load) {
+  constexpr int kFours = R::kBlock / 4, kUnroll = R::kBlock > 64 ? 1 : R::kBlock / kSearched;
+  float sums[kFours];
+#pragma unroll kUnroll
+  for (int j = 0; j < R::kBlock; j += kSearched) {
+    Searched<kWeighted> run;
+    float d[kSearched];
+    load(j, run);
+    left_of_run(set, trial, run, d);
+#pragma unroll
+    for (int i = 0; i < kSearched; i += 4) {
+      const float four[4] = {d[i], d[i + 1], d[i + 2], d[i + 3]};
+      sums[(j + i) / 4] = loss_of_four<kObjective>(run, i, four);
+    }
+  }
+#pragma unroll
+  for (int left = kFours, half = (left + 1) / 2; left > 1; left = half, half = (left + 1) / 2) {
+#pragma unroll
+    for (int i = 0; i < left - half; ++i) sums[i] = joined<kObjective>(sums[i], sums[i + half]);
+  }
+  return sums[0];
+}
+
+// The same, or by the Hessian of the block's columns.
+template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
+FP4KIT_DEVICE float loss_of(const SearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block, const Load& load) {
+  if constexpr (kObjective == Objective::hessian) {
+    Searched<kWeighted> run;
+    float d[kSearched];
+    load(0, run);
+    left_of_run(set, trial, run, d);
+    return quadratic_loss(d, reinterpret_cast<const Hessian*>(a.of_columns)[block]);
+  } else {
+    return loss_of_row<R, kObjective, kWeighted>(set, trial, load);
+  }
+}
+
+// The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring threads.
+template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
+FP4KIT_DEVICE Found sweep(const SearchArguments& a, Set& set, i64 block, const typename In::Bits* x, int rows) {
+  const auto load = [&](int i, int j, float(&run)[kSearched]) { load_run<In, kSearched, kAligned>(x + i * a.columns + j, run); };
+  set.begin(exact_amax<R, kSearched>(rows, load));
+  Found best = {float_of(kInfinityBits), set.first};
+#pragma unroll 1
+  for (i32 at = set.first + static_cast<i32>(threadIdx.x % Set::kLanes); at <= set.last; at += Set::kLanes) {
+    typename Set::Trial trial;
+    if (!set.tries(at, trial)) continue;
+    float total = 0.0f;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      const auto load_row = [&](int j, Searched<kWeighted>& run) {
+        load(i, j, run.a);
+        if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + block * R::kBlock + j, run.w);
+      };
+      const float loss = loss_of<R, kObjective, kWeighted>(a, set, trial, block, load_row);
+      total = i == 0 ? loss : joined<kObjective>(total, loss);
+    }
+    if (total < best.loss) best = {total, at};
+  }
+#pragma unroll
+  for (int distance = Set::kLanes / 2; distance > 0; distance /= 2) {
+    const float loss = float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(best.loss), distance));
+    best.meet({loss, static_cast<i32>(__shfl_xor_sync(0xFFFFFFFFu, static_cast<u32>(best.candidate), distance))});
+  }
+  return best;
+}
