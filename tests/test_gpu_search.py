@@ -346,6 +346,9 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
     assert differing(fp4kit.quantize(there, recipe, **options).packed, fp4kit.quantize(x, recipe, **options).packed) == 0
     out = fp4kit.quantize(cupy.asarray(x * 2), recipe)
     assert fp4kit.quantize(there, recipe, out=out) is out and differing(out.packed, fp4kit.quantize(x, recipe).packed) == 0
+    for mask in (True, "no_signs"):
+        found, expected = (fp4kit.quantize(a, recipe, hadamard=mask) for a in (there, x))
+        assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
 
 
 @pytest.mark.parametrize("recipe", FACTORED)
