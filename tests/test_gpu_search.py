@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from exhaustive import by_default
 from inputs import extreme, ordinary
-from on_gpu import ON_GPU, assert_same, cupy, differing
+from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from searched import STATIC, hessians, searched_blocks
 
@@ -295,10 +295,13 @@ def same_results(x: np.ndarray, recipe, **options) -> None:
     assert differing(fp4kit.fake_quantize(cupy.asarray(x), recipe, **there), fp4kit.fake_quantize(x, recipe, **options)) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
-@pytest.mark.parametrize("recipe", FACTORED)
-def test_multiples_of_the_amax(recipe, dtype) -> None:
+BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.float16, BF16)]
+
+
+@pytest.mark.parametrize("case", all_or_few(BY_DTYPE, list(zip(FACTORED, (BF16, np.float32), strict=True))), ids=str)
+def test_multiples_of_the_amax(case) -> None:
     """Of blocks of every kind, of any magnitude, not finite, misaligned, along columns, in stacks with amaxes of their own."""
+    recipe, dtype = case
     with np.errstate(all="ignore"):
         arrays = [searched_blocks(dtype), ordinary(1, (32, 64), dtype), extreme()[:96, :64].astype(dtype)]
     for x in arrays:
@@ -312,16 +315,25 @@ def test_multiples_of_the_amax(recipe, dtype) -> None:
     assert differing(fp4kit.quantize(whole, recipe).block_scale, fp4kit.quantize(x, recipe).block_scale) == 0
 
 
+VARIANTS = {
+    "64": {"block": (1, 64)}, "128": {"block": (1, 128)}, "lanes": {"amax_nan": "lanes"}, "signs": {"sign": "signbit"},
+    "rows": {"tensor_scaling": "row"}, "E2M3": {"element": E2M3, "nan_code": None},
+}  # fmt: skip
+DRAWN = [(name, variant) for name in FACTORED for variant in VARIANTS if variant != ("E2M3", "rows")[FACTORED.index(name)]]
+
+
+@pytest.mark.parametrize("case", all_or_few(DRAWN, [(FACTORED[0], "64"), (FACTORED[1], "E2M3")]), ids="-".join)
+def test_multiples_of_the_amax_of_variants(case) -> None:
+    """Other blocks, signs, amaxes, and tensor scales or elements."""
+    recipe, variant = case
+    same_results(ordinary(2, (12, 256)), replace(fp4kit.recipe(recipe), id="variant", **VARIANTS[variant]))
+
+
 @pytest.mark.parametrize("recipe", FACTORED)
-def test_multiples_of_the_amax_of_variants(recipe) -> None:
-    """Other blocks, elements and tensor scales; blocks that no kernel encodes are refused before the search."""
-    r, x = fp4kit.recipe(recipe), ordinary(2, (12, 256))
-    variants = [{"block": (1, 64)}, {"block": (1, 128)}, {"amax_nan": "lanes"}, {"sign": "signbit"}]
-    variants += [{"tensor_scaling": "row"}] if r.tensor_scaling == "tensor" else [{"element": E2M3, "nan_code": None}]
-    for fields in variants:
-        same_results(x, replace(r, id="variant", **fields))
+def test_blocks_that_no_kernel_encodes_are_not_searched(recipe) -> None:
+    small = replace(fp4kit.recipe(recipe), id="small", block=(1, 8))
     with pytest.raises(NotImplementedError, match=r"^quantize: blocks of 1x8 have no CUDA kernel; needs 16 columns"):
-        fp4kit.quantize(cupy.asarray(x), replace(r, id="small", block=(1, 8)))
+        fp4kit.quantize(cupy.asarray(ordinary(2, (12, 256))), small)
 
 
 @pytest.mark.parametrize("recipe", FACTORED)
@@ -334,6 +346,9 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
     assert differing(fp4kit.quantize(there, recipe, **options).packed, fp4kit.quantize(x, recipe, **options).packed) == 0
     out = fp4kit.quantize(cupy.asarray(x * 2), recipe)
     assert fp4kit.quantize(there, recipe, out=out) is out and differing(out.packed, fp4kit.quantize(x, recipe).packed) == 0
+    for mask in (True, "no_signs"):
+        found, expected = (fp4kit.quantize(a, recipe, hadamard=mask) for a in (there, x))
+        assert differing(found.packed, expected.packed) == 0 and differing(found.block_scale, expected.block_scale) == 0
 
 
 @pytest.mark.parametrize("recipe", FACTORED)

@@ -76,15 +76,18 @@ def test_factors_beyond_float32(name, dtype) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].search])
-def test_what_searches_by_itself_alone(name) -> None:
-    """Groups and transforms are refused; what needs no search is done."""
+def test_what_searches_in_groups_and_what_needs_no_search(name) -> None:
     x = blocks(np.float32, 32, 64)
     d, q = cupy.asarray(x), fp4kit.quantize(x, name)
-    with pytest.raises(NotImplementedError, match=f"quantize: {name} has search='.*', which kernels do of one array at"):
-        fp4kit.quantize(d, name, hadamard="no_signs")
-    for call in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
-        with pytest.raises(NotImplementedError, match="which kernels do of one array at a time"):
-            call([d, d[:16]], name)
+    plan = fp4kit.GroupedPlan([d, d[:16]], name)
+    for factor in np.float32([1, 3]):
+        d[...] = cupy.asarray(x * factor)
+        group = [x * factor, x[:16] * factor]
+        for gpu, cpu in zip(plan.quantize(), fp4kit.quantize_grouped(group, name), strict=True):
+            assert differing(gpu.packed, cpu.packed) == 0 and differing(gpu.block_scale, cpu.block_scale) == 0
+        for gpu, cpu in zip(plan.fake_quantize(), fp4kit.fake_quantize_grouped(group, name), strict=True):
+            assert differing(gpu, cpu) == 0
+    d[...] = cupy.asarray(x)
     assert differing(fp4kit.amax(d, name), fp4kit.amax(x, name)) == 0
     given = {part: getattr(q, part) for part in ("block_scale", "tensor_scale") if getattr(q, part) is not None}
     on_device = fp4kit.quantize(d, name, **{part: cupy.asarray(a) for part, a in given.items()})

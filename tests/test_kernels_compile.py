@@ -77,7 +77,7 @@ KINDS = [
     *(Search(BF16, kind) for kind in SEARCHES),
     GroupedSearch(BF16, mask=TE_SIGN_MASK),
     Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
-    Multiples(RECIPES["mxfp4-auto-round-opt"], F32),
+    Multiples(RECIPES["mxfp4-auto-round-opt"], F32, TE_SIGN_MASK),
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
     GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),

@@ -245,7 +245,7 @@ def test_what_is_refused(name):
 @pytest.mark.parametrize("name", FACTORED)
 def test_a_kernel_of_codes_searches_nothing(name):
     """A kernel before it does, and gives it the amaxes."""
-    message = f"{name} has search='auto_round_.*', which kernels do of one array at a time, not of a transform"
+    message = f"{name} has search='auto_round_.*', which a kernel before those that make codes does; quantize launches both"
     for work in (Work(RECIPES[name], F32, (32, 64)), Work(RECIPES[name], F32, (32, 64), columns=True)):
         assert find(work) is None
         with pytest.raises(Declined, match=message):

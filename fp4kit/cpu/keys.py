@@ -13,6 +13,7 @@ from fp4kit.cuda.traits import is_same, then_encodes
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
+from fp4kit.reference.search import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
@@ -71,12 +72,13 @@ def not_faked(r: Recipe) -> str | None:
     return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
 
 
-SEARCHED = ("", "modelopt_sweep")  # searches that the library has, and none
+MULTIPLIED = (16, 32)  # elements of the blocks whose multiples it searches
 
 
 def not_searched(r: Recipe) -> str | None:
     """Why it does not find the amaxes of a recipe's blocks, under which it makes codes."""
-    return None if r.search in SEARCHED else "a search: the specification tries its candidates"
+    wide = r.search in FACTORS and r.block_size not in MULTIPLIED
+    return f"a search of blocks of {r.block_size}, neither 16 nor 32" if wide else None
 
 
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {

@@ -92,6 +92,21 @@ class SearchCall(ctypes.Structure):
     ]
 
 
+class MultiplesCall(ctypes.Structure):
+    """Of fp4kit_search_multiples; see source/multiples.h."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("encode", "decode", "amax", "factors")),
+        *((name, c_int64) for name in ("tensor_step", "count")),
+        ("out", c_void_p),
+        ("out_step", c_int64),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width")),
+        *((name, c_int32) for name in ("input", "rule", "element", "decoder", "block", "by_code", "threads")),
+    ]
+
+
 class Library(NamedTuple):
     """A library, and the level of processors that it is for; or None, and why."""
 
@@ -114,7 +129,7 @@ def _load(level: str) -> Any:
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), c_void_p, c_void_p, c_int32, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
-        ("search", None, [POINTER(SearchCall)]),
+        ("search", None, [POINTER(SearchCall)]), ("search_multiples", None, [POINTER(MultiplesCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import RUN, Search, Terms
+from fp4kit.cpu import multiples
 from fp4kit.cpu.keys import not_searched, rule_key
 from fp4kit.cpu.matrix import INPUTS, Shape, address, source
 from fp4kit.cpu.native import SearchCall, functions, threads_for
@@ -48,9 +50,13 @@ def search_matrix(
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """reference.search.searched."""
-    if not call.recipe.search or not_searched(call.recipe) or call.mask is not None or not call.x.size:
+    r, multiplied = call.recipe, call.recipe.search in searches.FACTORS
+    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not multiplied):
         return searches.searched(call, amax)
-    return call._replace(block_amax=searches.chosen_amaxes(call, amax, partial(search_matrix, search=Search(call))))
+    by: Callable[..., None] = partial(search_matrix, search=Search(call))
+    if multiplied:
+        by = partial(multiples.search_matrix, recipe=r, hadamard=call.mask)
+    return call._replace(block_amax=searches.chosen_amaxes(call, amax, by))
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:

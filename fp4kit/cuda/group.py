@@ -18,7 +18,7 @@ from fp4kit.call.parse import Call, check_codes, naming
 from fp4kit.cuda import grouped
 from fp4kit.cuda.engine.amax import Rows, covered_by_scales
 from fp4kit.cuda.engine.matrices import split, work_of
-from fp4kit.cuda.engine.search_scales import is_searched_in_groups, search_group, searched_matrices, without_search
+from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
 from fp4kit.cuda.grouped import Launch
 from fp4kit.cuda.launch import Matrix, empty_scales
 from fp4kit.cuda.ways import Work
@@ -67,7 +67,7 @@ def readable(a: Any, copies: list[tuple[Any, Any]]) -> Any:
     return copies[-1][1]
 
 
-def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Launch]) -> None:
+def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
     """Make the copies, then the launches."""
     for array, copy in copies:
         interop.cupy().copyto(copy, array)
@@ -122,16 +122,16 @@ class Group:
         self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
         return cut(self.vector, [a.shape for a in checked])
 
-    def _find_searches(self) -> tuple[Sequence[Call], list[Launch]]:
+    def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
         """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as they are."""
         r, calls = self.recipe, self.calls
-        if not is_searched_in_groups(r):
+        if not r.search:
             return calls, []
         blocks = self._outputs([scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), interop.cupy().empty)
-        launches = []
+        launches: list[Callable[[], None]] = []
         for numbers in by_dtype(self._xs):
             group = [part for i in numbers for part in searched_matrices(self._xs[i], blocks[i], self.amaxes[i], r)]
-            launches += [search_group(group, r, self._mask)] if group else []
+            launches += group_launches(group, r, self._mask) if group else []
         return [call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)], launches
 
     @property

@@ -270,8 +270,7 @@ def why_declined(w: Work) -> str:
     r = w.recipe
     rows, columns = r.block or (1, 1)
     if searches(w):
-        what = f"{r.id} has search={r.search!r}, which kernels do of one array at a time, not of a transform"
-        return f"{what}; quantize each array without one, or compute on the CPU with cupy.asnumpy(x)"
+        return f"{r.id} has search={r.search!r}, which a kernel before those that make codes does; quantize launches both"
     if has_own_values(w):
         if r.amax_nan == "lanes":
             what = "amax_nan='lanes'"

@@ -184,6 +184,26 @@ def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
             assert out_bytes(tmp_path / "out.gguf", f"{name}.scale") == scales.tobytes()
 
 
+def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
+    """Codes [E, K/2, N] of Llama 4, gate before up, one tensor scale for all experts; names below language_model."""
+    tensors = experts_file(tmp_path / "m.gguf", "llama4")
+    both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)
+    name, amax = "language_model.model.layers.1.feed_forward.experts.gate_up_proj", np.float32(np.abs(both).max())
+    qs = [fp4kit.quantize(x, "nvfp4-te", tensor_amax=amax) for x in both]
+    codes, scales = (np.stack(part).swapaxes(1, 2).copy() for part in ([q.packed for q in qs], [q.block_scale for q in qs]))
+    found = {name: codes, f"{name}_weight_scale": scales.view(synthetic.E4M3), f"{name}_weight_scale_2": qs[0].tensor_scale}
+    synthetic.write_model(tmp_path / "q", {"model_type": "llama4", "text_config": {"num_hidden_layers": 2}}, found)
+    with refused("blk.1.ffn_gate_exps (and 1 more): llama.cpp 0c1e57098: in models of llama4 it passes over .scale"):
+        make_plan(tmp_path / "m.gguf", "nvfp4-te", codes=tmp_path / "q")
+    experts_file(tmp_path / "n.gguf", "llama")
+    convert(tmp_path / "n.gguf", tmp_path / "out.gguf", "nvfp4-te", codes=tmp_path / "q")
+    for i, part in enumerate(("gate", "up")):
+        rows = slice(96 * i, 96 * (i + 1))
+        blocks = b"".join(pack_gguf(q.packed[rows], q.block_scale[rows], "nvfp4").tobytes() for q in qs)
+        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.weight") == blocks
+        assert out_bytes(tmp_path / "out.gguf", f"blk.1.ffn_{part}_exps.scale") == np.full(EXPERTS, qs[0].tensor_scale).tobytes()
+
+
 def test_a_stack_of_another_number_of_experts_stays(tmp_path: Path) -> None:
     tensors = experts_file(tmp_path / "m.gguf", "qwen3moe")
     short = {name: x[:-1] if "up" in name else x for name, x in tensors.items()}

@@ -12,7 +12,7 @@ from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search as SearchCall
 from fp4kit.call.search_scales import Terms
-from fp4kit.cuda.engine.search_factors import search_matrix as multiples
+from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.engine.search_scales import search_group, search_matrix
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
@@ -96,17 +96,19 @@ class Multiples:
 
     recipe: Recipe
     dtype: np.dtype
+    mask: int | None = None  # of a Hadamard transform
 
     def __str__(self) -> str:
-        return f"{self.recipe.id}-{self.dtype}"
+        return f"{self.recipe.id}-{self.dtype}{'-hadamard' * (self.mask is not None)}"
 
     def run(self) -> Iterator[Result]:
         x = np.concatenate([searched_blocks(self.dtype)[:48], of_nearly_equal_errors().astype(self.dtype)])
         amax = None if self.recipe.tensor_scaling == "none" else np.asarray(np.float32(4))
         expected = np.zeros((len(x), 64 // self.recipe.block_size), np.float32)
         with np.errstate(all="ignore"):
-            specified(x, expected, amax, self.recipe, None)
+            specified(x, expected, amax, self.recipe, self.mask)
         for misalignment in (0, self.dtype.itemsize):
             out = DeviceArray.output(expected.shape, np.float32)
-            multiples(DeviceArray(x, misalignment), out, None if amax is None else DeviceArray(amax), self.recipe)
+            device_amax = None if amax is None else DeviceArray(amax)
+            search_factors([(DeviceArray(x, misalignment), out, device_amax)], self.recipe, self.mask)
             yield f"search of {self}", out.array, expected

@@ -6,6 +6,7 @@
 
 #include "decoder.h"
 #include "encoder.h"
+#include "multiples.h"
 #include "search.h"
 
 #define FP4KIT_EXPORT __attribute__((visibility("default")))
@@ -224,6 +225,20 @@ FP4KIT_EXPORT void fp4kit_search(const SearchCall* call) {
     run_units(units.count(), call->threads, work);
   });
   *call->unproven += unproven;
+}
+
+// The block amaxes of a matrix, of multiples of each.
+FP4KIT_EXPORT void fp4kit_search_multiples(const MultiplesCall* call) {
+  const Units units{call->x.rows, call->x.columns, call->height, call->width};
+  const PutTables put = kDecodes[call->decoder].put_tables[kFloat32];
+  Tables memory;
+  const Tables* tables = put && !call->tensor_step ? &memory : nullptr;
+  if (tables) put({*call->encode, *call->decode, *call->amax}, memory);
+  by_input(call->input, [&](auto in) {
+    const Multiples<decltype(in)> search{*call, tables};
+    auto work = [&](i64 unit) { call->unusual[unit] = !search.unit(units.part(unit)); };
+    run_units(units.count(), call->threads, work);
+  });
 }
 
 // The codes of a (rows, columns) matrix to those of the (columns, rows) one; four: two a byte, and rows is even.

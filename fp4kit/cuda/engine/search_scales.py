@@ -17,7 +17,7 @@ from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, 
 from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
-from fp4kit.cuda.engine.search_factors import search_factors
+from fp4kit.cuda.engine.search_factors import prepared, search_factors
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.limits import check_formats
 from fp4kit.cuda.stub import instantiation
@@ -120,36 +120,32 @@ def _loss(terms: Terms) -> dict[str, bool]:
 
 
 def searched(call: Call) -> Call:
-    """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is.
-
-    What no kernel searches stays as it is, and is declined as any other recipe that no way takes.
-    """
-    search = call.recipe.search
-    if search not in _KERNELS or call.has_scales or (call.mask is not None and search in FACTORS):
+    """The call with the block amaxes that its recipe's search chooses, under the recipe without it; else as it is."""
+    r = call.recipe
+    if not r.search or call.has_scales:
         return call
-    taking = call._replace(recipe=without_search(call.recipe))
+    taking = call._replace(recipe=without_search(r))
     way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
     with interop.making_current(call.x.device.id):
-        amax = tensor_amax(call, interop.cupy().ascontiguousarray(call.moved))
-        found = _KERNELS[search](call._replace(tensor_amax=amax))
+        x = interop.cupy().ascontiguousarray(call.moved)
+        amax = tensor_amax(call, x)
+        if r.search in FACTORS:
+            found = interop.cupy().empty(scale_shape(x.shape, r), np.float32)
+            search_factors(searched_matrices(x, found, amax, r), r, call.mask)
+        else:
+            found = search_scales(Search(call._replace(tensor_amax=amax)))
         return taking._replace(tensor_amax=amax, block_amax=found)
-
-
-_SWEEP = "modelopt_sweep"
-_KERNELS: dict[str, Callable[[Call], Any]] = {
-    _SWEEP: lambda call: search_scales(Search(call)), **dict.fromkeys(FACTORS, search_factors)
-}
-
-
-def is_searched_in_groups(r: Recipe) -> bool:
-    """Whether a recipe has a search, and the grouped kernel does it."""
-    return r.search == _SWEEP
 
 
 @cache
 def without_search(r: Recipe) -> Recipe:
     """The recipe that takes block amaxes in place of one that searches them."""
     return replace(r, search="")
+
+
+def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
+    """The launches of a recipe's search: of x, out and amax each; of one dtype and device. Multiples take one for each."""
+    return list(prepared(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.Launch:

@@ -4,6 +4,7 @@
 // A candidate whose scale is that of the one before it, or of the first, has the same error and would not win: factors after the first rise, so
 // that all of one scale follow each other, but for those beside the first. 102 factors from 0.5 to 1.51 have 14 scales of E4M3 or so.
 #include "exact.cuh"
+#include "hadamard.cuh"
 #include "implied.cuh"
 #include "memory.cuh"
 #include "sums.cuh"
@@ -15,24 +16,26 @@ struct FactorArguments {
   i64 rows, columns;
 };
 
-constexpr int kVector = 8;  // elements that are summed, and read, side by side
+constexpr int kRun = 16, kVector = 8;  // elements that are read, and summed, side by side
 
-// Squared error of a block whose scale has a code. load(0, j, x): of eight elements from j on.
+// Squared error of a block whose scale has a code. load(0, j, x): of the run from element j on.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
-  constexpr int kUnroll = R::kBlock <= 32 ? R::kBlock / kVector : 1;
+  static_assert(R::kBlock % kRun == 0);
+  constexpr int kUnroll = R::kBlock <= 32 ? R::kBlock / kRun : 1;
   const auto scale = stored_scale<R>(scale_code, t);
   LaneSums<R::kBlock> sums;
 #pragma unroll kUnroll
-  for (int v = 0; v < R::kBlock / kVector; ++v) {
-    float x[kVector], squares[kVector];
-    load(0, v * kVector, x);
+  for (int j = 0; j < R::kBlock; j += kRun) {
+    float x[kRun], squares[kRun / kVector][kVector];
+    load(0, j, x);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      const float difference = exact_value<R>(exact_code<R, In>(x[j], f, 0u), scale) - x[j];
-      squares[j] = difference * difference;
+    for (int i = 0; i < kRun; ++i) {
+      const float difference = exact_value<R>(exact_code<R, In>(x[i], f, 0u), scale) - x[i];
+      squares[i / kVector][i % kVector] = difference * difference;
     }
-    sums.add(v, squares);
+#pragma unroll
+    for (int v = 0; v < kRun / kVector; ++v) sums.add(j / kVector + v, squares[v]);
   }
   return sums.result();
 }
@@ -61,10 +64,14 @@ FP4KIT_DEVICE void search_factors(const FactorArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
     const auto* x = static_cast<const typename In::Bits*>(a.x) + i * R::kBlock;
-    const auto load = [&](int, int j, float (&values)[kVector]) { load_run<In, kVector, kAligned>(x + j, values); };
+    const auto load = [&](int, int j, float (&values)[kRun]) {
+      Run<In, kRun> run = read_run<In, kRun, kAligned>(x + j);
+      if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
+      widen_run(run, values);
+    };
     const i64 row = quotient(i, blocks, count);
     const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, row, i - row * blocks, blocks);
-    a.block_amax[i] = best_multiple<R, In>(exact_amax<R, kVector>(1, load), t, load);
+    a.block_amax[i] = best_multiple<R, In>(exact_amax<R, kRun>(1, load), t, load);
   }
 }
 

@@ -1,0 +1,81 @@
+"""The compiled engine's search of multiples of a block's amax, against the specification, which tries every candidate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import assert_equal, shrink_units
+from inputs import BF16, extreme, nonfinite, ordinary
+from searched import of_nearly_equal_errors, searched_blocks
+
+import fp4kit
+from fp4kit.cpu import native
+from fp4kit.formats import E2M3, E4M3
+from fp4kit.recipes import RECIPES
+from fp4kit.reference import search as specification
+
+pytestmark = pytest.mark.skipif(native.library().functions is None, reason=native.library().level)
+NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"
+NAMES = [NVFP4, MXFP4]
+
+
+def agree(x: np.ndarray, recipe, **options) -> None:
+    """quantize, by the library and by the specification."""
+    with fp4kit.specification():
+        expected = fp4kit.quantize(x, recipe, **options)
+    assert_equal(fp4kit.quantize(x, recipe, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_kind_of_block(name, dtype, monkeypatch) -> None:
+    above = {"tensor_amax": 4.0} if name == NVFP4 else {}
+    with np.errstate(all="ignore"):
+        arrays = [x.astype(dtype) for x in (searched_blocks(dtype), extreme(), nonfinite())]
+    for x in arrays:
+        agree(x, name, **above)
+    agree(np.ascontiguousarray(ordinary(1, (48, 96), dtype).T), name, axis=0)
+    shrink_units(monkeypatch)
+    agree(arrays[0], name, hadamard="no_signs", **above)
+    agree(ordinary(2, (9, 288), dtype), name)
+
+
+def test_the_order_of_a_sum_decides() -> None:
+    agree(of_nearly_equal_errors(), NVFP4, tensor_amax=4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes(name) -> None:
+    """Wider than a unit, rows of one block, views, stacks with amaxes of their own, none."""
+    for shape in ((3, 4160), (70, 32), (1, 64), (2, 3, 8, 64), (0, 64)):
+        agree(ordinary(2, shape), name)
+    agree(ordinary(3, (64, 256))[::2, 64:192], name)
+    if name == NVFP4:
+        agree(ordinary(4, (3, 16, 64)), name, tensor_amax=np.float32([1, 0, 9]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_variants(name) -> None:
+    """Tensor scales by row; other elements and scale rules; blocks that the library does not search."""
+    r = RECIPES[name]
+    variants = [{"block": (1, 64)}, {"sign": "signbit"}, {"amax_nan": "ignore"}, {"rounding": "rnz"}]
+    variants += [{"tensor_scaling": "row"}, {"scale_max": 256}] if name == NVFP4 else [{"element": E4M3, "nan_code": None}]
+    variants += [{"element": E2M3, "nan_code": None}] if name == MXFP4 else []
+    for fields in variants:
+        agree(ordinary(5, (40, 192)), replace(r, id="variant", **fields))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_library_leaves(name, monkeypatch) -> None:
+    """Units with what is not finite, and no others."""
+    left, own = [], specification.search_matrix
+    monkeypatch.setattr(specification, "search_matrix", lambda x, *rest, **given: (left.append(len(x)), own(x, *rest, **given)))
+    x, above = ordinary(6, (64, 4096)), {"tensor_amax": 4.0} if name == NVFP4 else {}
+    fp4kit.quantize(x, name)
+    assert left == []
+    x[40, 100] = np.inf
+    fp4kit.quantize(x, name, **above)
+    assert 0 < sum(left) < 64
+    agree(x, name, **above)
