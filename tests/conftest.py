@@ -2,12 +2,13 @@
 
 import inspect
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
-from exhaustive import is_drawn, seldom
+from exhaustive import USUAL, is_drawn, seldom
 from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.harness import Host
@@ -16,6 +17,7 @@ from hypothesis import settings
 from specified import needs_specification, specification_everywhere
 
 from fp4kit.evidence.golden import GoldenSet
+from fp4kit.recipes import RECIPES
 
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
 settings.load_profile("fp4kit")
@@ -35,6 +37,7 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
+MANY = 24  # cases of a test
 ALWAYS = ("test_golden", "test_recipes", "test_recipe_fields", "test_cli")  # files that every recipe runs through in every run
 
 
@@ -44,13 +47,39 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Cases of recipes that bring nothing of their own are exhaustive, and only if they are drawn."""
-    left_out = mark_seldom(items)
+    """Cases of recipes that bring nothing of their own are exhaustive, a third of them; so is half of what else a test has many of."""
+    left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
     sort_long_first(items)
+
+
+def mark_recipes(items):
+    """Mark what is exhaustive for its recipe; return what no run draws."""
+    rare, left_out = seldom(), []
+    cases = [(item, recipes_of(item)) for item in items]
+    others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))
+    for item, names in cases:
+        wanted = 3 if not rare.isdisjoint(names) else 2 if others[_test_of(item)] > MANY else 1
+        drawn = not names or any(name in USUAL or is_drawn(item.originalname, name, wanted) for name in names)
+        if wanted == 3 or not drawn:
+            item.add_marker(pytest.mark.exhaustive)
+        if wanted == 3 and not drawn:
+            left_out.append(item)
+    return left_out
+
+
+def _test_of(item):
+    return item.path, getattr(item, "originalname", None)
+
+
+def recipes_of(item):
+    """The recipes among the parameters of a test that need not run through every one."""
+    if item.path.stem in ALWAYS or not hasattr(item, "callspec"):
+        return []
+    return [case for case in item.callspec.params.values() if isinstance(case, str) and case in RECIPES]
 
 
 def sort_long_first(items):
