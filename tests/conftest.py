@@ -47,7 +47,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Cases of recipes that bring nothing of their own are exhaustive, a third of them; so is half of what else a test has many of."""
+    """Cases of recipes that bring nothing of their own are exhaustive, a third of them; so is half of what a test has many of."""
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
         config.hook.pytest_deselected(items=left_out)

@@ -62,7 +62,7 @@ MUTATIONS = {
     "one column of two": ("amax_strips.cu", "j ? 0x7632u : 0x5410u", "0x5410u", STRIPS[0], "amax of"),
     "one sign": (FILE, "kSignMask >> (i + 1)", "kSignMask >> i", BFLOAT16, "signs: "),
 }
-SOON = ("one bit too many for float32", "one column of two")
+SOON = ("one bit too many for float32",)
 
 
 @pytest.mark.parametrize("name", by_default(SOON, MUTATIONS))

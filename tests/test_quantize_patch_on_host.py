@@ -40,6 +40,7 @@ def test_variants(host, case):
     host.check(case)
 
 
+@pytest.mark.exhaustive
 def test_a_row_too_far_is_seen(host, tmp_path):
     """A patch that ends below the matrix reads its last row again, and nothing after it."""
     case = Patch(RECIPES["nvfp4-te-2d"], BF16, ragged=True)
