@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 
 def as_index(op: str, name: str, value: Any) -> int:
@@ -24,6 +27,18 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     if found and min(found) < 0:
         raise ValueError(f"{op}: shape is {shape!r}; needs lengths >= 0")
     return found
+
+
+def is_one_of(value: Any, names: Collection[str]) -> bool:
+    """Whether a value is one of some names. An array is none, and has no truth."""
+    return isinstance(value, str) and value in names
+
+
+def as_flag(op: str, name: str, value: Any) -> bool:
+    """True or False, of 0, 1 and NumPy's bools, too. Raises TypeError for anything else."""
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise TypeError(f"{op}: {name} is {value!r:.60}; needs True or False")
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from fp4kit.layouts import check_layout, padded_shape
@@ -26,6 +27,15 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
     """The first allowed shape that differs in axes of length 1 at the end alone: shape itself if it is one; None without."""
     found = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in found else next(iter(found), None)
+
+
+def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether numbers of one a block in some shape are surely in the order of `wanted`: flat, or with its last axis last.
+
+    Axes of length 1 do not count. Numbers of the other axis, whose blocks are as many, are in another order.
+    """
+    long, last = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
+    return prod(shape) == prod(wanted) and (len(long) <= 1 or long[-1:] == last[-1:])
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:

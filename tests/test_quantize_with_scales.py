@@ -48,6 +48,19 @@ def test_its_own_scales_give_it_back(name, dtype, make):
 
 
 @names
+def test_elements_are_coded_under_the_scales_that_are_given(name, either_engine):
+    """Not under those that the recipe would have: twice the E8M0 scales, or the next eight E4M3 ones, still hold the numbers."""
+    x, r = ordinary(), RECIPES[name]
+    if r.scale is not None:
+        q = fp4kit.quantize(x, name)
+        more, most = (8, 126) if r.scale == E4M3 else (1, 254)
+        larger = np.minimum(q.block_scale.astype(int) + more, most).astype(np.uint8)
+        found = fp4kit.quantize(x, name, block_scale=larger, tensor_scale=q.tensor_scale)
+        errors = [np.linalg.norm(fp4kit.dequantize(one) - x) / np.linalg.norm(x) for one in (q, found)]
+        assert errors[1] < max(0.3, 2 * errors[0]) and not np.array_equal(found.packed, q.packed)
+
+
+@names
 def test_layouts_strides_and_stacks(name):
     x = np.asfortranarray(np.stack([ordinary(seed, (64, 96)) for seed in range(3)]))[:, ::-1]
     for axis in (-1, 1, -2) if RECIPES[name].block_size <= 32 else ():

@@ -48,7 +48,7 @@ def test_linked_files_exist() -> None:
         assert (ROOT / link).exists(), link
 
 
-PAGES = TEXT + "".join((ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md"))
+PAGES = TEXT + "".join((ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "processors.md", "scale-search.md"))
 EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTALL)
 
 
@@ -65,4 +65,4 @@ def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
 
 
 def test_all_examples_are_found() -> None:
-    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 5
+    assert len(EXECUTED) == PAGES.count("<!-- executed -->") == 6

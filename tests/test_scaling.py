@@ -1,5 +1,6 @@
 """tensor_amax, block_amax and tensor scales: given or computed, per tensor, row, block and expert, and by hand."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -134,3 +135,30 @@ def test_the_order_of_te_s_products(name):
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax
         assert set(fp4kit.quantize(x, name, tensor_amax=3.0).block_scale[3]) == {code}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
+def test_block_amaxes_of_the_other_axis_are_refused(recipe):
+    """There are as many of them, in another order. Flat ones, and those of joined leading axes, are in order."""
+    x = ORDINARY[:64]
+    rows, columns = fp4kit.amax(x, recipe), fp4kit.amax(x, recipe, axis=0)
+    assert columns.size == rows.size and columns.shape != rows.shape
+    for wrong in (columns, rows.T):
+        text = f"quantize: block_amax has shape {wrong.shape}; {recipe} needs {rows.shape}"
+        with pytest.raises(ValueError, match=re.escape(text)):
+            fp4kit.quantize(x, recipe, block_amax=wrong)
+    expected = fp4kit.quantize(x, recipe, block_amax=rows)
+    for right in (rows.reshape(-1), rows.reshape(-1, 1), rows[..., None], rows.reshape(4, 16, -1)):
+        assert_same_bits(fp4kit.quantize(x, recipe, block_amax=right), expected)
+    stacked = fp4kit.quantize(x.reshape(4, 16, -1), recipe, block_amax=rows)
+    assert_same_bits(stacked.packed.reshape(expected.packed.shape), expected.packed)
+
+
+def test_tensor_amaxes_of_blocks_of_the_other_axis_are_refused():
+    x = np.resize(ORDINARY, (256, 128))
+    rows, columns = (fp4kit.quantize(x, "int4-qat", axis=axis).tensor_amax for axis in (1, 0))
+    with pytest.raises(ValueError, match=r"quantize: tensor_amax has shape \(128, 2\); int4-qat needs \(256, 1\)"):
+        fp4kit.quantize(x, "int4-qat", tensor_amax=columns)
+    expected = fp4kit.quantize(x, "int4-qat")
+    for right in (rows, rows.reshape(-1), rows[None]):
+        assert_same_bits(fp4kit.quantize(x, "int4-qat", tensor_amax=right), expected)

@@ -43,7 +43,7 @@ RIGHT = {
     "unswizzle": {"q_or_scales": Q.block_scale, "layout": "linear", "shape": Q.block_scale.shape},
 }  # fmt: skip
 FILES = {"save": {"path": "w.safetensors", "arrays": {"w": Q}}, "load": {"path": "w.safetensors"}}
-WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object()]
+WRONG = [3, -1, 2.5, "three", None, [1, 2], {}, object(), np.zeros(3), np.zeros((2, 2), np.uint8), np.zeros((0, 16), np.float32)]
 NOT_CALLED = {"recipes", "engine", "num_threads", "specification"}  # without arguments
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes; what refuses when it is entered
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from fp4kit import interop
 from fp4kit.arithmetic import ieee
 from fp4kit.call.outline import Outline
 from fp4kit.formats import E8M0, FLOATS
-from fp4kit.parts import fitting_shape, scale_shape
+from fp4kit.parts import fitting_shape, in_order, scale_shape
 from fp4kit.recipes import Recipe
 
 
@@ -104,7 +103,7 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     shape = fitting_shape(amax.shape, allowed)
     if shape is not None:
         return amax.reshape(shape)
-    if recipe.tensor_scaling == "block" and amax.size == prod(wanted):
+    if recipe.tensor_scaling == "block" and in_order(amax.shape, wanted):
         return amax.reshape(wanted)
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
@@ -129,11 +128,11 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
     wanted = scale_shape(moved_shape, recipe)
     if on_device:
-        if not isinstance(given, interop.cupy().ndarray) or given.dtype != np.float32 or given.size != prod(wanted):
+        if not isinstance(given, interop.cupy().ndarray) or given.dtype != np.float32 or not in_order(given.shape, wanted):
             raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
         return given.reshape(wanted)
     amax = as_real(op, "block_amax", given)
-    if amax.size != prod(wanted):
+    if not in_order(amax.shape, wanted):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
     if not isinstance(amax, Outline) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")

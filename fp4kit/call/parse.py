@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, is_one_of
 from fp4kit.call import check
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
 from fp4kit.call.outline import Outline
@@ -189,8 +189,8 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
     """Sign mask of the Hadamard transform; None for no transform."""
     if hadamard is False:
         return None
-    if hadamard is not True and hadamard != "no_signs":
-        raise ValueError(f"{call.op}: hadamard is {hadamard!r}; needs False, True or 'no_signs'")
+    if hadamard is not True and not is_one_of(hadamard, ("no_signs",)):
+        raise ValueError(f"{call.op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
     length = call.moved.shape[-1]
     if length % HADAMARD_BLOCK:
         raise ValueError(
@@ -202,8 +202,8 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
     """The seed as an int, or random bytes with the quantized axis last; None for nearest rounding."""
     op, r = call.op, call.recipe
-    if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"{op}: rounding is {rounding!r}; needs 'nearest' or 'stochastic'")
+    if not is_one_of(rounding, ("nearest", "stochastic")):
+        raise ValueError(f"{op}: rounding is {rounding!r:.60}; needs 'nearest' or 'stochastic'")
     if rounding == "nearest":
         if seed is not None:
             raise ValueError(f"{op}: {SEED_WITHOUT_USE}")

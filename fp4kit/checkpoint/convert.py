@@ -14,7 +14,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import jobs, mlx, staging
-from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all
+from fp4kit.checkpoint.execution import calls_ahead, check_devices, executor_of, run_all
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
@@ -150,6 +150,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
+    check_devices(options.devices, options.executor)
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None

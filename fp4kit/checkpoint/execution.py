@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import (
     BrokenExecutor,
     CancelledError,
@@ -29,7 +29,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from fp4kit import __version__
+from fp4kit import __version__, interop
 from fp4kit.cpu.native import alone
 from fp4kit.storage.errors import CheckpointError
 
@@ -38,6 +38,19 @@ Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
 MANY = 1024  # calls that an executor has at a time where the number of its workers is not known: more than clusters have
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # that a scheduler and its first worker have to answer
+
+
+def check_devices(devices: Sequence[int], given: Executor | None) -> None:
+    """Raise CheckpointError unless this machine has the CUDA devices; those of an executor's workers are not known."""
+    if not devices or given is not None:
+        return
+    try:
+        count = interop.cupy().cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise CheckpointError(f"--device: {error}") from None
+    missing = next((device for device in devices if not 0 <= device < count), None)
+    if missing is not None:
+        raise CheckpointError(f"--device: there is no cuda:{missing}; there are cuda:0 to cuda:{count - 1}")
 
 
 @contextmanager

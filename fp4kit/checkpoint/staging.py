@@ -39,8 +39,8 @@ def is_published(destination: Path) -> bool:
 
 
 def partial_of(destination: Path) -> Path:
-    """Where a run into a destination fills its files."""
-    return destination.with_name(f".{destination.name}.partial")
+    """Where a run into a destination fills its files. There is one of "." and "/", too, which nothing can be converted into."""
+    return destination.parent / f".{destination.name}.partial"
 
 
 def check_destination(source: Path, destination: Path) -> None:

@@ -36,8 +36,10 @@ def register(subparsers: Any) -> None:
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
-    if args.recipe is not None and args.source is None:
-        raise CheckpointError("--recipe: says how layers were made of a source; give it with --source")
+    for name in ("recipe", "scale_search", "column_weights"):
+        if getattr(args, name) is not None and args.source is None:
+            option = f"--{name.replace('_', '-')}"
+            raise CheckpointError(f"{option}: says how layers were made of a source; give it with --source")
     search = ScaleSearch.of(args.scale_search or (args.column_weights and "mse"), args.column_weights)
     if args.html is not None:
         _check_page(args.html, Path(args.path))

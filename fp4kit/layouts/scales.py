@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import is_one_of
+
 SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
 _TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
 _TILE_COLUMNS = 4
@@ -26,8 +28,8 @@ def _ceil_to(n: int, multiple: int) -> int:
 
 def check_layout(op: str, layout: str) -> None:
     """Raise ValueError, which begins with op, unless layout is one of SCALE_LAYOUTS."""
-    if layout not in SCALE_LAYOUTS:
-        raise ValueError(f"{op}: scale_layout is {layout!r}; needs one of {', '.join(SCALE_LAYOUTS)}")
+    if not is_one_of(layout, SCALE_LAYOUTS):
+        raise ValueError(f"{op}: scale_layout is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
 
 def tile_rows(layout: str) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arguments import as_flag
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.call.repeat import find, keep
@@ -92,6 +93,7 @@ def fake_quantize_backward(
     >>> fp4kit.fake_quantize_backward(grad, x, "mxfp4", amax=1, pass_through=False)[0, :2]
     array([1., 0.], dtype=float32)
     """
+    pass_through = as_flag("fake_quantize_backward", "pass_through", pass_through)
     call, given = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
     limit = clip_amax(call, given)
     if pass_through or not call.grad.size:

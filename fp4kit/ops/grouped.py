@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
-from fp4kit.arguments import as_entries
+from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call import check
 from fp4kit.call.each import each
 from fp4kit.call.parse import Hadamard, array_call, backward_call
@@ -128,6 +128,7 @@ def fake_quantize_grouped_backward(
     array([0.5, 0. ], dtype=float32)
     """
     op = "fake_quantize_grouped_backward"
+    pass_through = as_flag(op, "pass_through", pass_through)
     arrays, _ = arrays_of(op, xs)
     amaxes = per_tensor(op, "amax", amax, len(arrays))
     grads = as_entries(op, "grads", grads)

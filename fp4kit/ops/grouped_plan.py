@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_entries
+from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.each import each
 from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call, check_codes, with_amaxes, with_options
@@ -244,6 +244,7 @@ class GroupedPlan:
         grads: N arrays of the shapes of xs. On a GPU, the same ones as in the call before need no work for each.
         """
         self._check_unchanged("fake_quantize_backward", xs)
+        pass_through = as_flag(self._op, "pass_through", pass_through)
         grads = as_entries(self._op, "grads", grads)
         if len(grads) != len(self._calls):
             raise ValueError(f"{self._op}: grads has {len(grads)} arrays and xs {len(self._calls)}; needs as many of each")

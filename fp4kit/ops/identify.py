@@ -19,7 +19,7 @@ from fp4kit.ops.identify_amaxes import Amaxes
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.pieces import box_of
-from fp4kit.quantized import Quantized
+from fp4kit.quantized import NEVER_NAN, Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
@@ -271,7 +271,7 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
     box = _part(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
-    fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling]
+    fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_have(r, q.tensor_scale)]
     for stochastic in (False, True):
         for hadamard in transforms[not stochastic :]:
             for r in fitting:
@@ -279,6 +279,11 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
                     continue
                 if _may_be(probe, part, r, hadamard, stochastic) and _is(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)
+
+
+def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
+    """Whether r may have given a tensor scale: NaN not by a rule that gives numbers alone."""
+    return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _part(q: Quantized, elements: int) -> Box:

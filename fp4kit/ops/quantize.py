@@ -48,7 +48,7 @@ def quantize(
     hadamard: True applies TE's randomized Hadamard transform in blocks of 16 along `axis` first, rounded to x's dtype, and
         takes every amax after it; "no_signs" leaves the sign mask out.
     block_amax: static recipes, and E8M0 scales of blocks of one row: calibrated block amaxes, or those that search_scales finds,
-        float32 in the shape of the linear block_scale.
+        float32 in the shape of the linear block_scale, or flat in its order.
     block_scale, tensor_scale: scales that there are, as GPTQ, AWQ and calibration have them: only codes are made. Both, or the
         one that the recipe has; not together with an amax. block_scale: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu, in
         scale_layout, as the result has them; tensor_scale: float32, decode direction, of the shapes of tensor_amax.

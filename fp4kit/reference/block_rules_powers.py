@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_scale
+from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TensorScale, round_to
 from fp4kit.rounding import exponent_field
 
@@ -149,6 +151,11 @@ def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
+def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
+    """The scale of an amax under its own byte; what another byte stands for, which was given."""
+    return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
+
+
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """s = T(2^(floor(T(log2(amax))) - emax)), 2^-23 for 0; scales below 2^-126 are stored as 2^-126. Source: Quark get_scale."""
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
@@ -157,8 +164,8 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """s, which elements are divided by, whatever was stored."""
-    return _quark_scale(amax, recipe, dtype, np.floor)
+    """s, which elements are divided by, whatever was stored; under a scale that is not the amax's, that one."""
+    return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
 def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -170,7 +177,7 @@ def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
     """s, likewise."""
-    return _quark_scale(amax, recipe, dtype, np.ceil)
+    return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_entries
+from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call.shards import check_castable, check_shard, square_block
 from fp4kit.distributed import Communicator
 from fp4kit.interop import device_name, import_arrays
@@ -97,6 +97,7 @@ class MasterWeightsPlan:
         comm = self._comm
         try:
             r = recipe_of("cast_master_weights", recipe)
+            columnwise = as_flag("cast_master_weights", "columnwise", columnwise)
             values, shapes = _check_shards(shards, r, columnwise)
             on_host = all(isinstance(v, np.ndarray) for v in values)
             if not on_host:

@@ -11,12 +11,14 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import synthetic
 
+from fp4kit import interop
 from fp4kit.checkpoint import ConversionReport, Options, Plan, convert, demo
 from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.cli import convert as cli_convert
@@ -46,6 +48,38 @@ NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
 
 def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("destination", [".", "./", "", "/", ".."])
+def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run, monkeypatch) -> None:
+    """An empty variable of a shell is one. Nothing of them can be new."""
+    synthetic.moe(tmp_path / "m")
+    (tmp_path / "w" / "x").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "w" / "x")
+    for arguments in (("convert", tmp_path / "m"), ("convert", "--resume", tmp_path / "m")):
+        result = run(*arguments, destination)
+        assert (result.code, result.out) == (2, "") and result.err.count("\n") == 1
+        assert result.err.endswith(": exists; name a new directory, or remove it first\n")
+    assert run("convert", "--remove-stale", destination) == (0, "", "")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run: Run, monkeypatch) -> None:
+    synthetic.moe(tmp_path / "m")
+    assert run("convert", tmp_path / "m", tmp_path / "q", "--only", "*.experts.3.*").code == 0
+
+    def cupy():
+        if not count:
+            raise RuntimeError("fp4kit.cuda: CuPy is missing; run pip install")
+        runtime = SimpleNamespace(getDeviceCount=lambda: count)
+        return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+
+    monkeypatch.setattr(interop, "cupy", cupy)
+    text = "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
+    for command in (("convert", tmp_path / "m", tmp_path / "d"), ("verify", tmp_path / "q", "--source", tmp_path / "m")):
+        result = run(*command, "--device", "cpu", "--device", "cuda:7")
+        assert (result.code, result.out, result.err) == (2, "", f"fp4kit {command[0]}: --device: {text}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "q"]
 
 
 def test_convert(tmp_path: Path, run: Run) -> None:

@@ -412,6 +412,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "text"),
     [
         (["--recipe", "nvfp4-te"], "--recipe: says how layers were made of a source; give it with --source"),
+        (["--scale-search", "mse"], "--scale-search: says how layers were made of a source; give it with --source"),
+        (["--column-weights", "w"], "--column-weights: says how layers were made of a source; give it with --source"),
         (["--html", "{model}/page.html"], "is inside of the checkpoint, which it would change; put it elsewhere"),
         (["--html", "{model}/none/page.html"], "a file in a directory that exists is needed"),
         (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),

@@ -132,13 +132,17 @@ FP4KIT_DEVICE float quark_scale(float amax) {
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    if (!is_finite(amax)) return 127u;
-    return minimum(maximum(bits_of(quark_scale<R, In, kUp>(amax)) >> 23 & 0xFFu, 1u), 254u);
+  FP4KIT_DEVICE u32 code_of(float amax, float scale) {
+    return is_finite(amax) ? minimum(maximum(bits_of(scale) >> 23 & 0xFFu, 1u), 254u) : 127u;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return quark_scale<R, In, kUp>(amax); }
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return code_of(amax, quark_scale<R, In, kUp>(amax)); }
+  // The scale of the amax under its own byte, whatever that stands for; what another byte stands for, which was given.
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = quark_scale<R, In, kUp>(amax);
+    return code == code_of(amax, scale) ? scale : value_of_e8m0(code);
+  }
 };
 struct block_e8m0_quark_floor : quark_by_log<false> {};
 struct block_e8m0_quark_ceil : quark_by_log<true> {};
