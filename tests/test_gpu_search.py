@@ -15,6 +15,8 @@ from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.amaxes import has_given_powers
+from fp4kit.call.search_scales import has_grid
+from fp4kit.cuda.engine import search_amaxes
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -273,3 +275,44 @@ def test_what_is_found_is_taken(recipe) -> None:
     assert differing(ours.packed, theirs.packed) == 0 and differing(ours.block_scale, theirs.block_scale) == 0
     values = fp4kit.fake_quantize(cupy.asarray(x), recipe, block_amax=found)
     assert differing(values, fp4kit.fake_quantize(x, recipe, block_amax=found.get())) == 0
+
+
+# ---- amaxes without block scales ----------------------------------------------------------------------------------------------
+
+GRIDS = [name for name, r in RECIPES.items() if has_grid(r)]
+USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
+
+
+@pytest.mark.parametrize("recipe", by_default(USUAL_GRIDS, GRIDS))
+def test_amaxes(recipe) -> None:
+    """Of tensors, experts and rows; grids of every size; elements that are not finite; no elements."""
+    x = finite(BF16)[:40]
+    check(x, recipe)
+    check(x, recipe, weights=WEIGHTS, candidates=(0.5, 1.5, 0.01))
+    check(x.reshape(2, 20, 64), recipe, axis=1, candidates=(0.7, 0.7, 1))
+    check(searched_blocks(BF16)[30:60], recipe, candidates=(0.5, 1.0, 0.1))
+    check(x[0], recipe, candidates=(0.5, 1.0, 0.1))
+    check(x[:0], recipe)
+
+
+@pytest.mark.parametrize("objective", ["mae", "max"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_objectives_of_amaxes(objective, dtype) -> None:
+    for recipe, weights in (("fp8-modelopt", None), ("int8-modelopt", WEIGHTS)):
+        x = finite(dtype)[:36].reshape(3, 12, 64)
+        given = {} if weights is None else {"weights": weights}
+        check(x, recipe, objective=objective, tensor_amax=np.float32([3, 0, 1e-30]), **given)
+        check(searched_blocks(dtype)[36:48], recipe, objective=objective, **given)
+
+
+def test_many_multiples_in_parts(monkeypatch) -> None:
+    """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below infinity."""
+    monkeypatch.setattr(search_amaxes, "MOST_LOSSES", 200)
+    for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
+        check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))
+        check(np.zeros((40, 16), np.float32), recipe)
+
+
+def test_amaxes_of_other_powers_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel has the objective 'p3', NumPy's"):
+        fp4kit.search_scales(cupy.zeros((2, 16), np.float32), "fp8-modelopt", objective="p3")

@@ -18,8 +18,8 @@ from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
 from host.cases_scales import WithScales
+from host.cases_search import AMAXES, GroupedSearch, Search
 from host.cases_search import KINDS as SEARCHES
-from host.cases_search import GroupedSearch, Search
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
@@ -76,6 +76,7 @@ KINDS = [
     Swizzle("linear", "swizzled_128x4"),
     *(Search(BF16, kind) for kind in SEARCHES),
     GroupedSearch(BF16, mask=TE_SIGN_MASK),
+    *AMAXES,
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
     GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),
