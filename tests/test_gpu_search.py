@@ -17,6 +17,7 @@ import fp4kit
 from fp4kit.call.amaxes import has_given_powers
 from fp4kit.call.search_scales import has_grid
 from fp4kit.cuda.engine import search_amaxes
+from fp4kit.formats import E2M1
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -258,6 +259,29 @@ def test_powers_of_other_blocks(columns) -> None:
     check(x.reshape(2, 20, 384), r, objective="mae")
 
 
+def permuted_weights(rng: np.random.Generator, shape: tuple[int, int], spread: int, ratio: float) -> np.ndarray:
+    """Those of odd columns are those of even ones in another order, times a ratio: which sum is larger is for rounding to say."""
+    even = rng.random(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
+    return np.stack([even, rng.permuted(even, axis=1) * ratio], axis=-1).astype(np.float32).reshape(-1)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48])
+@pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
+def test_order_of_sums(objective, ratio, columns) -> None:
+    """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1: losses that are equal but for their order."""
+    r, x = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns)), np.tile(np.float32([0.5, 8]), 100 * columns)
+    weights = permuted_weights(np.random.default_rng(columns), (200, columns // 2), 3, ratio)
+    check(x, r, objective=objective, weights=weights)
+    assert len(np.unique(fp4kit.search_scales(x, r, objective=objective, weights=weights))) == 2
+
+
+def test_exponents_of_small_amaxes() -> None:
+    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too."""
+    r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
+    x = finite(np.float32)[:32] * 2.0 ** np.arange(-134, -118, 0.5, np.float32)[:, None]
+    check(x.astype(np.float32), r)
+
+
 @pytest.mark.parametrize("columns", [24, 2048])
 def test_powers_of_blocks_that_no_kernel_has(columns) -> None:
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
@@ -303,6 +327,17 @@ def test_objectives_of_amaxes(objective, dtype) -> None:
         given = {} if weights is None else {"weights": weights}
         check(x, recipe, objective=objective, tensor_amax=np.float32([3, 0, 1e-30]), **given)
         check(searched_blocks(dtype)[36:48], recipe, objective=objective, **given)
+
+
+def test_order_of_sums_of_amaxes() -> None:
+    """1 is lost under a step of 2, and 128 is beyond 127: losses that are equal but for their order."""
+    x, rng = np.tile(np.float32([1, 128]), (1, 100)), np.random.default_rng(0)
+    found = []
+    for _ in range(20):
+        options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": permuted_weights(rng, (1, 100), 40, 1)}
+        check(x, "int8-modelopt", **options)
+        found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
+    assert set(found) == {127.0, 254.0}
 
 
 def test_many_multiples_in_parts(monkeypatch) -> None:
