@@ -259,18 +259,25 @@ def test_powers_of_other_blocks(columns) -> None:
     check(x.reshape(2, 20, 384), r, objective="mae")
 
 
-def permuted_weights(rng: np.random.Generator, shape: tuple[int, int], spread: int, ratio: float) -> np.ndarray:
-    """Those of odd columns are those of even ones in another order, times a ratio: which sum is larger is for rounding to say."""
-    even = rng.random(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
-    return np.stack([even, rng.permuted(even, axis=1) * ratio], axis=-1).astype(np.float32).reshape(-1)
+def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
+    """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times a ratio.
+
+    Losses that some scale makes of the first and another one of the second are the same numbers: which sum is larger, rounding says.
+    """
+    rng = np.random.default_rng(columns)
+    first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
+    weights = np.concatenate([first, rng.permuted(first, axis=1) * ratio], axis=1)
+    order = rng.permuted(np.tile(np.arange(columns), (blocks, 1)), axis=1)
+    x = np.repeat(np.float32(pair), columns // 2)[order]
+    return x.reshape(1, -1), np.take_along_axis(weights, order, axis=1).astype(np.float32).reshape(-1)
 
 
 @pytest.mark.parametrize("columns", [16, 32, 48])
 @pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
 def test_order_of_sums(objective, ratio, columns) -> None:
-    """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1: losses that are equal but for their order."""
-    r, x = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns)), np.tile(np.float32([0.5, 8]), 100 * columns)
-    weights = permuted_weights(np.random.default_rng(columns), (200, columns // 2), 3, ratio)
+    """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1."""
+    r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
+    x, weights = balanced(200, columns, [0.5, 8], ratio, 3)
     check(x, r, objective=objective, weights=weights)
     assert len(np.unique(fp4kit.search_scales(x, r, objective=objective, weights=weights))) == 2
 
@@ -278,8 +285,8 @@ def test_order_of_sums(objective, ratio, columns) -> None:
 def test_exponents_of_small_amaxes() -> None:
     """Where the largest element is below 1, candidates of subnormal amaxes are scales, too."""
     r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
-    x = finite(np.float32)[:32] * 2.0 ** np.arange(-134, -118, 0.5, np.float32)[:, None]
-    check(x.astype(np.float32), r)
+    rng = np.random.default_rng(0)
+    check((rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32), r)
 
 
 @pytest.mark.parametrize("columns", [24, 2048])
@@ -330,11 +337,11 @@ def test_objectives_of_amaxes(objective, dtype) -> None:
 
 
 def test_order_of_sums_of_amaxes() -> None:
-    """1 is lost under a step of 2, and 128 is beyond 127: losses that are equal but for their order."""
-    x, rng = np.tile(np.float32([1, 128]), (1, 100)), np.random.default_rng(0)
+    """1 is lost under a step of 2, and 128 is beyond 127."""
     found = []
-    for _ in range(20):
-        options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": permuted_weights(rng, (1, 100), 40, 1)}
+    for columns in range(100, 140, 2):
+        x, weights = balanced(1, columns, [1, 128], 1, 40)
+        options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": weights}
         check(x, "int8-modelopt", **options)
         found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
     assert set(found) == {127.0, 254.0}
