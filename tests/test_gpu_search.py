@@ -262,7 +262,7 @@ def test_powers_of_other_blocks(columns) -> None:
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
     """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times a ratio.
 
-    Losses that some scale makes of the first and another one of the second are the same numbers: which sum is larger, rounding says.
+    Losses that one scale makes of the first and another one of the second are the same numbers: rounding says which sum is larger.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
@@ -283,10 +283,10 @@ def test_order_of_sums(objective, ratio, columns) -> None:
 
 
 def test_exponents_of_small_amaxes() -> None:
-    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too."""
+    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too. Squares of these are zero."""
     r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
     rng = np.random.default_rng(0)
-    check((rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32), r)
+    check((rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32), r, objective="mae")
 
 
 @pytest.mark.parametrize("columns", [24, 2048])
