@@ -262,7 +262,7 @@ def test_powers_of_other_blocks(columns) -> None:
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
     """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times a ratio.
 
-    Losses that one scale makes of the first and another one of the second are the same numbers: rounding says which sum is larger.
+    Losses that one scale makes of the first and another of the second are the same numbers: rounding says which sum is larger.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
