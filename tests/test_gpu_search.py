@@ -126,19 +126,28 @@ def check_values(gpu: Any, cpu: np.ndarray) -> None:
     assert differing(gpu, cpu) == 0
 
 
-@pytest.mark.parametrize("members", [3, 35])
-def test_groups_that_search(members) -> None:
-    """Of several dtypes, of any sizes, none too; stacks, of experts too; as many as are no arguments of a kernel."""
+def some_of(members: int) -> list[np.ndarray]:
+    """Of several dtypes, of any sizes, none too."""
     x = finite(np.float32)
-    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)] + [x[:0]]
+    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)]
+    return [*xs, x[:0]]
+
+
+def test_groups_that_search() -> None:
+    """Stacks, of experts too."""
+    xs, amaxes = some_of(3), [3.0 + i for i in range(4)]
     there = [cupy.asarray(a) for a in xs]
     for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
         same(function(there, MSE), function(xs, MSE))
-    amaxes = [3.0 + i for i in range(len(xs))]
     same(fp4kit.quantize_grouped(there, MSE, tensor_amax=amaxes), fp4kit.quantize_grouped(xs, MSE, tensor_amax=amaxes))
-    stack = x[:64].reshape(4, 16, 64)
+    stack = finite(np.float32)[:64].reshape(4, 16, 64)
     for options in ({}, {"axis": 0}, {"scale_layout": "swizzled_128x4"}, {"hadamard": True}):
         same(fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options))
+
+
+def test_groups_that_are_no_arguments_of_a_kernel() -> None:
+    xs = some_of(70)[::2] + some_of(2)  # a table of more than 32 of a dtype
+    same(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], MSE), fp4kit.quantize_grouped(xs, MSE))
 
 
 def test_plan_that_searches() -> None:
