@@ -57,6 +57,7 @@ def test_values_are_written_out_where_they_are_few():
 @pytest.mark.parametrize("kind", fuzz_arrays.VALUES)
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 33), (2, 0, 16), (2, 3, 4, 32)])
 def test_values_of_every_kind(kind, shape):
+    shape = (shape[0], 16, 16) if kind == "hessians" else shape
     for name in ("uint8",) if "codes" in kind or kind == "bytes" else ("float32", "float16", "bfloat16"):
         x = fuzz_arrays.drawn(kind, name, shape, 5)
         assert x.shape == shape and (x.dtype == fuzz_arrays.DTYPES[name] or kind == "amaxes")

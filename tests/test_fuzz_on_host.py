@@ -53,7 +53,7 @@ POOLS: dict[str, Pool] = {
         changes=0,
     ),
     "searches": Pool(
-        recipes=("nvfp4-modelopt-static", "mxfp4-ocp"),
+        recipes=("nvfp4-modelopt-static", "mxfp4-ocp", "fp8-modelopt", "int8-modelopt-channel"),
         variants=(Variant("nvfp4-modelopt-static", (("block", (16, 16)),)),),
         operations=("search_scales",),
         dtypes=("bfloat16",),

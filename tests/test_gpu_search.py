@@ -16,9 +16,11 @@ from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.amaxes import has_given_powers
+from fp4kit.call.search_scales import has_grid
+from fp4kit.cuda.engine import search_amaxes
 from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.selftest import recorded
-from fp4kit.formats import E2M3
+from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -127,19 +129,28 @@ def check_values(gpu: Any, cpu: np.ndarray) -> None:
     assert differing(gpu, cpu) == 0
 
 
-@pytest.mark.parametrize("members", [3, 35])
-def test_groups_that_search(members) -> None:
-    """Of several dtypes, of any sizes, none too; stacks, of experts too; as many as are no arguments of a kernel."""
+def some_of(members: int) -> list[np.ndarray]:
+    """Of several dtypes, of any sizes, none too."""
     x = finite(np.float32)
-    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)] + [x[:0]]
+    xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)]
+    return [*xs, x[:0]]
+
+
+def test_groups_that_search() -> None:
+    """Stacks, of experts too."""
+    xs, amaxes = some_of(3), [3.0 + i for i in range(4)]
     there = [cupy.asarray(a) for a in xs]
     for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
         same(function(there, MSE), function(xs, MSE))
-    amaxes = [3.0 + i for i in range(len(xs))]
     same(fp4kit.quantize_grouped(there, MSE, tensor_amax=amaxes), fp4kit.quantize_grouped(xs, MSE, tensor_amax=amaxes))
-    stack = x[:64].reshape(4, 16, 64)
+    stack = finite(np.float32)[:64].reshape(4, 16, 64)
     for options in ({}, {"axis": 0}, {"scale_layout": "swizzled_128x4"}, {"hadamard": True}):
         same(fp4kit.quantize_grouped(cupy.asarray(stack), MSE, **options), fp4kit.quantize_grouped(stack, MSE, **options))
+
+
+def test_groups_that_are_no_arguments_of_a_kernel() -> None:
+    xs = some_of(70)[::2] + some_of(2)  # a table of more than 32 of a dtype
+    same(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], MSE), fp4kit.quantize_grouped(xs, MSE))
 
 
 def test_plan_that_searches() -> None:
@@ -260,6 +271,36 @@ def test_powers_of_other_blocks(columns) -> None:
     check(x.reshape(2, 20, 384), r, objective="mae")
 
 
+def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
+    """A row of blocks of two values in any order, and weights: those of the second value are those of the first, times a ratio.
+
+    Losses that one scale makes of the first and another of the second are the same numbers: rounding says which sum is larger.
+    """
+    rng = np.random.default_rng(columns)
+    first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
+    weights = np.concatenate([first, rng.permuted(first, axis=1) * ratio], axis=1)
+    order = rng.permuted(np.tile(np.arange(columns), (blocks, 1)), axis=1)
+    x = np.repeat(np.float32(pair), columns // 2)[order]
+    return x.reshape(1, -1), np.take_along_axis(weights, order, axis=1).astype(np.float32).reshape(-1)
+
+
+@pytest.mark.parametrize("columns", [16, 32, 48])
+@pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
+def test_order_of_sums(objective, ratio, columns) -> None:
+    """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1."""
+    r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
+    x, weights = balanced(200, columns, [0.5, 8], ratio, 3)
+    check(x, r, objective=objective, weights=weights)
+    assert len(np.unique(fp4kit.search_scales(x, r, objective=objective, weights=weights))) == 2
+
+
+def test_exponents_of_small_amaxes() -> None:
+    """Where the largest element is below 1, candidates of subnormal amaxes are scales, too. Squares of these are zero."""
+    r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
+    rng = np.random.default_rng(0)
+    check((rng.standard_normal((400, 32)) * 2.0 ** rng.uniform(-130, -124, (400, 1))).astype(np.float32), r, objective="mae")
+
+
 @pytest.mark.parametrize("columns", [24, 2048])
 def test_powers_of_blocks_that_no_kernel_has(columns) -> None:
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
@@ -364,3 +405,55 @@ def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
     x = ordinary(4, (16, 64))
     amax = np.abs(x).reshape(16, 2, 32).max(axis=-1) * np.float32([0.5, 2])
     same_results(x, recipe, block_amax=amax)
+
+
+# ---- amaxes without block scales ----------------------------------------------------------------------------------------------
+
+GRIDS = [name for name, r in RECIPES.items() if has_grid(r)]
+USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow", "int4-modelopt-channel")
+
+
+@pytest.mark.parametrize("recipe", by_default(USUAL_GRIDS, GRIDS))
+def test_amaxes(recipe) -> None:
+    """Of tensors, experts and rows; grids of every size; elements that are not finite; no elements."""
+    x = finite(BF16)[:40]
+    check(x, recipe)
+    check(x, recipe, weights=WEIGHTS, candidates=(0.5, 1.5, 0.01))
+    check(x.reshape(2, 20, 64), recipe, axis=1, candidates=(0.7, 0.7, 1))
+    check(searched_blocks(BF16)[30:60], recipe, candidates=(0.5, 1.0, 0.1))
+    check(x[0], recipe, candidates=(0.5, 1.0, 0.1))
+    check(x[:0], recipe)
+
+
+@pytest.mark.parametrize("objective", ["mae", "max"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_objectives_of_amaxes(objective, dtype) -> None:
+    for recipe, weights in (("fp8-modelopt", None), ("int8-modelopt", WEIGHTS)):
+        x = finite(dtype)[:36].reshape(3, 12, 64)
+        given = {} if weights is None else {"weights": weights}
+        check(x, recipe, objective=objective, tensor_amax=np.float32([3, 0, 1e-30]), **given)
+        check(searched_blocks(dtype)[36:48], recipe, objective=objective, **given)
+
+
+def test_order_of_sums_of_amaxes() -> None:
+    """1 is lost under a step of 2, and 128 is beyond 127."""
+    found = []
+    for columns in range(100, 140, 2):
+        x, weights = balanced(1, columns, [1, 128], 1, 40)
+        options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": weights}
+        check(x, "int8-modelopt", **options)
+        found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
+    assert set(found) == {127.0, 254.0}
+
+
+def test_many_multiples_in_parts(monkeypatch) -> None:
+    """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below infinity."""
+    monkeypatch.setattr(search_amaxes, "MOST_LOSSES", 200)
+    for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
+        check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))
+        check(np.zeros((40, 16), np.float32), recipe)
+
+
+def test_amaxes_of_other_powers_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel has the objective 'p3', NumPy's"):
+        fp4kit.search_scales(cupy.zeros((2, 16), np.float32), "fp8-modelopt", objective="p3")

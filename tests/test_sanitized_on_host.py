@@ -10,6 +10,7 @@ import test_kernels_on_host as kernels
 import test_layouts_on_host as layouts
 import test_partial_on_host as partial
 import test_quantize_patch_on_host as patch
+import test_search_on_host as search
 from exhaustive import exhaustive
 
 CHECKS_ALL = True
@@ -22,7 +23,7 @@ def cases_of(module: object) -> list[object]:
     return [case for case in cases if not hasattr(case, "marks")]
 
 
-CASES = [case for module in (kernels, patch, partial, fake, grouped, hadamard, layouts) for case in cases_of(module)]
+CASES = [case for module in (kernels, patch, partial, fake, grouped, hadamard, layouts, search) for case in cases_of(module)]
 
 
 @pytest.mark.parametrize("case", exhaustive(CASES), ids=str)

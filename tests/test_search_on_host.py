@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from exhaustive import exhaustive
 from host.cases import F16, F32
-from host.cases_search import KINDS, GroupedSearch, Search
+from host.cases_search import AMAXES, KINDS, GroupedSearch, Search
 from inputs import BF16
 
 from fp4kit.reference.hadamard import TE_SIGN_MASK
@@ -16,6 +16,6 @@ GROUPED = [GroupedSearch(F32), GroupedSearch(BF16, 11), GroupedSearch(F16, mask=
 REST = [case for case in (Search(dtype, kind) for kind in ANY_GRID for dtype in (BF16, F32, F16)) if case not in USUAL]
 
 
-@pytest.mark.parametrize("case", [*USUAL, *GROUPED[:1], *exhaustive(REST + GROUPED[1:])], ids=str)
+@pytest.mark.parametrize("case", [*USUAL, *GROUPED[:1], AMAXES[0], *exhaustive([*REST, *GROUPED[1:], *AMAXES[1:]])], ids=str)
 def test_search(host, case):
     host.check(case)

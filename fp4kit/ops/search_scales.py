@@ -58,8 +58,8 @@ def search_scales(
     Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a recipe that is
         none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or (weights)
         negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other candidates;
-        NotImplementedError for what has no CUDA kernel: powers other than 1 and 2, amaxes without block scales, E8M0 scales of
-        blocks that are no multiple of 16 columns.
+        NotImplementedError for what has no CUDA kernel: powers other than 1 and 2, E8M0 scales of blocks that are no multiple of
+        16 columns.
         Weights and Hessians on a GPU are not looked at, since that would wait.
     Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's approximate
         division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to even

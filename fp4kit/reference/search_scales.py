@@ -148,5 +148,5 @@ def folded(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
     while (count := parts.shape[-1]) > 1:
         half = (count + 1) // 2
         pairs = joined(parts[..., : count - half], parts[..., half:], power)
-        parts = np.concatenate([pairs, parts[..., count - half : half]], axis=-1)
+        parts = pairs if count % 2 == 0 else np.concatenate([pairs, parts[..., half - 1 : half]], axis=-1)
     return parts[..., 0]

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 from host.harness import DeviceArray
 from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 
 from fp4kit.call.parse import Call
+from fp4kit.call.search_scales import PLAIN, Terms
 from fp4kit.call.search_scales import Search as SearchCall
-from fp4kit.call.search_scales import Terms
+from fp4kit.cuda.engine import search_amaxes
 from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.engine.search_scales import search_group, search_matrix
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
+from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.search import search_matrix as specified
+from fp4kit.reference.search_amaxes import multiples
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
@@ -112,3 +116,33 @@ class Multiples:
             device_amax = None if amax is None else DeviceArray(amax)
             search_factors([(DeviceArray(x, misalignment), out, device_amax)], self.recipe, self.mask)
             yield f"search of {self}", out.array, expected
+
+
+@dataclass(frozen=True)
+class Amaxes:
+    """Instantiations of the kernels that search amaxes of tensors or rows, losses of all multiples in one part or in several."""
+
+    recipe: Recipe
+    dtype: np.dtype
+    terms: Terms = PLAIN
+
+    def __str__(self) -> str:
+        return f"{self.recipe.id}-{self.dtype}-power-{self.terms.power:g}{'-weights' * (self.terms.weights is not None)}"
+
+    def run(self) -> Iterator[Result]:
+        x, r, terms = searched_blocks(self.dtype)[:43], self.recipe, self.terms._replace(grid=(0.5, 1.5, 0.05))
+        amax = compute_tensor_amax(np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1), r)
+        factors = multiples((0.5, 1.5, 0.05))
+        for misalignment, most in ((0, 1 << 25), (self.dtype.itemsize, 300)):
+            out = DeviceArray.output(amax.shape, np.float32)
+            there = terms._replace(weights=None if terms.weights is None else DeviceArray(terms.weights))
+            with patch.object(search_amaxes, "MOST_LOSSES", most):
+                search_amaxes.search_matrix(DeviceArray(x, misalignment), DeviceArray(amax), out, r, there, DeviceArray(factors))
+            call = Call("search_scales", x, r, 1, x, amax)
+            yield f"search of {self}", out.array, engine.search_scales(SearchCall(call, terms))
+
+
+AMAXES = (
+    Amaxes(RECIPES["fp8-modelopt"], np.dtype(np.float32), Terms(weights=SIDES["weights"])),
+    Amaxes(RECIPES["int8-modelopt-channel"], np.dtype(np.float16), Terms(power=np.inf)),
+)

@@ -17,6 +17,7 @@ from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, 
 from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
+from fp4kit.cuda.engine.search_amaxes import search_amaxes
 from fp4kit.cuda.engine.search_factors import prepared, search_factors
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.limits import check_formats
@@ -39,9 +40,11 @@ _WORD = (1 << 64) - 1  # of a signed number
 
 
 def search_scales(search: Search) -> Any:
-    """Block amaxes of least loss: float32 (..., K / 16)."""
+    """Block amaxes of least loss: float32 (..., K / block); tensor amaxes where there are no block scales."""
     call, r = search.call, search.call.recipe
     check_searched(search)
+    if search.terms.grid is not None:
+        return search_amaxes(search)
     cupy = interop.cupy()
     with interop.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
@@ -69,16 +72,14 @@ def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tupl
 def check_searched(search: Search) -> None:
     """Raise Declined for what no kernel searches."""
     r, terms = search.call.recipe, search.terms
-    if terms.grid is not None:
-        raise Declined(f"{r.id} is searched over a grid of amaxes; {_ON_THE_CPU}")
     if terms.power not in _POWERS:
         needed = "needs 'mse', 'mae' or 'max'"
         raise Declined(f"no CUDA kernel has the objective 'p{terms.power:g}', NumPy's power of float64; {needed}; {_ON_THE_CPU}")
-    if search.has_powers:
+    if search.has_powers or terms.grid is not None:
         check_formats(r)
-        if r.block_size % RUN or r.block_size > WIDEST_BLOCK:
-            needed = f"needs a multiple of {RUN}, {WIDEST_BLOCK} at most"
-            raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
+    if search.has_powers and (r.block_size % RUN or r.block_size > WIDEST_BLOCK):
+        needed = f"needs a multiple of {RUN}, {WIDEST_BLOCK} at most"
+        raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
 
 
 def search_matrix(

@@ -1,0 +1,60 @@
+"""search_scales on CuPy arrays where there are no block scales: the best of a grid of multiples of the amax."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.search_scales import Search, Terms
+from fp4kit.cuda import loader
+from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.geometry import THREADS, Launch, address, check_count, grid
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import decoding
+from fp4kit.reference.search_amaxes import multiples
+
+_POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
+_SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "rows_of_amax", "first", "count")])
+MOST_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
+
+
+def search_amaxes(search: Search) -> Any:
+    """amax * multiple of least loss: float32 in the shape of the amax."""
+    call, cupy = search.call, interop.cupy()
+    with interop.making_current(call.x.device.id):
+        x = cupy.ascontiguousarray(call.moved)
+        amaxes = tensor_amax(call, x)
+        if not x.size:
+            return amaxes.copy()
+        out = cupy.empty(amaxes.shape, np.float32)
+        assert search.terms.grid is not None
+        factors = cupy.asarray(multiples(search.terms.grid))
+        search_matrix(x.reshape(-1, x.shape[-1]), amaxes, out, call.recipe, search.terms, factors)
+        return out
+
+
+def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
+    """Of the rows of x, as many for each of the amaxes, into out; factors: float32, the multiples."""
+    check_count(x.size)
+    cupy, device, (rows, columns) = interop.cupy(), x.device.id, x.shape
+    most = min(max(MOST_LOSSES // rows, 1), factors.size)
+    losses, least = cupy.empty((rows, most), np.float64), cupy.empty(amaxes.shape, np.float64)
+    arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))
+    rule = (r, x.dtype, terms.weights is not None, terms.power)
+    for first in range(0, factors.size, most):
+        sizes = (rows, columns, rows // amaxes.size, first, min(most, factors.size - first))
+        blocks = -(-rows * sizes[-1] // THREADS), -(-amaxes.size * 32 // THREADS)
+        for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
+            Launch(_function(kernel, *rule, device), grid(work, device), _SEARCH, *sizes)(*arrays)
+
+
+@cache
+def _function(kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, power: float, device: int) -> Any:
+    loss = {"kWeighted": weighted, "kMagnitudes": power == 1, "kLargest": power == np.inf, "kOwn": r.fake_rule is not None}
+    source = instantiation("search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss)
+    return loader.function(source, kernel, device)

@@ -1,0 +1,113 @@
+// search_amaxes: of tensors, experts or rows without block scales, the multiple of the amax whose values have the least error.
+//
+// Differences are added in float64 from the first element of a row to the last, and then from the first row to the last, as in
+// reference/search_amaxes.py: so a thread walks along a row under one multiple, and its neighbours along the same row under the next ones.
+// Then a warp adds the rows of an amax, a multiple a thread.
+#include "exact.cuh"
+#include "fake.cuh"
+#include "loss.cuh"
+
+struct Arguments {
+  const void* x;             // rows x columns
+  const float* tensor_amax;  // of each rows_of_amax rows
+  const float* weights;      // of columns (null without)
+  const float* multiples;    // all of them
+  double* losses;            // rows x count, of the multiples first ... first + count - 1
+  double* least;             // of each amax, of the multiples up to there
+  float* out;                // of each amax, the amax times the multiple of that loss
+  i64 rows, columns, rows_of_amax, first, count;
+};
+
+// What elements become under an amax: the values of their codes.
+template <class R, bool kOwn>
+struct Values {
+  Factor factor;
+  typename R::DecodeRule::Scale scale;
+
+  FP4KIT_DEVICE Values under(float amax) {
+    const TensorScale t = R::TensorRule::template scale<R, Float32>(amax);
+    return {factor_of_code<R, Float32>(0u, t), R::DecodeRule::template scale<R>(0u, t)};
+  }
+  FP4KIT_DEVICE_MEMBER float of(float x) const { return exact_value<R>(exact_code<R, Float32>(x, factor, 0u), scale); }
+};
+
+// The same by the recipe's own fake quantizer.
+template <class R>
+struct Values<R, true> {
+  FakeScale scale;
+
+  FP4KIT_DEVICE Values under(float amax) { return {R::FakeRule::template scale<R, Float32>(1.0f, amax)}; }
+  FP4KIT_DEVICE_MEMBER float of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
+};
+
+// Losses of two parts together. The larger one is NaN where one is.
+template <Objective kObjective>
+FP4KIT_DEVICE double joined(double a, double b) {
+  if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
+  return a + b;
+}
+
+// The loss of an element, of which y is left.
+template <Objective kObjective, bool kWeighted>
+FP4KIT_DEVICE double loss_of_element(double y, const float* weight) {
+  const double size = y < 0.0 ? -y : y, term = kObjective == Objective::squares ? size * size : size;
+  return kWeighted ? static_cast<double>(*weight) * term : term;
+}
+
+template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
+FP4KIT_DEVICE void put_row_losses(const Arguments& a) {
+  for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
+    const i64 row = i / a.count, multiple = a.first + i % a.count;
+    const auto* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
+    const auto values = Values<R, kOwn>::under(a.tensor_amax[row / a.rows_of_amax] * a.multiples[multiple]);
+    double total = 0.0;
+    for (i64 j = 0; j < a.columns; ++j) {
+      const float element = In::widen(x[j]);
+      const double left = static_cast<double>(element) - static_cast<double>(values.of(element));
+      const double loss = loss_of_element<kObjective, kWeighted>(left, a.weights + j);
+      total = j == 0 ? loss : joined<kObjective>(total, loss);
+    }
+    a.losses[i] = total;
+  }
+}
+
+// The first of least loss of an amax; none of a NaN.
+struct Least {
+  double loss;
+  i64 multiple;
+  FP4KIT_DEVICE_MEMBER void meet(Least other) {
+    if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
+  }
+};
+
+template <Objective kObjective>
+FP4KIT_DEVICE void put_least(const Arguments& a) {
+  __shared__ Least all[kThreads];
+  const u32 lane = threadIdx.x % 32u;
+  const double infinity = float_of(kInfinityBits);
+  for (i64 amax = first_item(whole_grid()) / 32; amax < a.rows / a.rows_of_amax; amax += item_stride(whole_grid()) / 32) {
+    Least least = {a.first ? a.least[amax] : infinity, -1};
+    for (i64 k = lane; k < a.count; k += 32) {
+      const double* losses = a.losses + amax * a.rows_of_amax * a.count + k;
+      double total = losses[0];
+#pragma unroll 4
+      for (i64 row = 1; row < a.rows_of_amax; ++row) total = joined<kObjective>(total, losses[row * a.count]);
+      if (total < least.loss) least = {total, a.first + k};
+    }
+    all[threadIdx.x] = least;
+    __syncwarp();
+    if (lane == 0u) {
+      for (u32 i = 1u; i < 32u; ++i) least.meet(all[threadIdx.x + i]);
+      if (least.multiple >= 0 || a.first == 0) a.out[amax] = a.tensor_amax[amax] * a.multiples[least.multiple < 0 ? 0 : least.multiple];
+      a.least[amax] = least.loss;
+    }
+    __syncwarp();
+  }
+}
+
+constexpr Objective kObjective = kLargest ? Objective::largest : kMagnitudes ? Objective::magnitudes : Objective::squares;
+
+extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(Arguments a) {
+  put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
+}
+extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(Arguments a) { put_least<kObjective>(a); }
