@@ -1,0 +1,102 @@
+// Amaxes of matrices and of their blocks, and the tensor scales that an encoding finds by them.
+#pragma once
+
+#include <atomic>
+
+#include "encoder.h"
+
+#define FP4KIT_EXPORT __attribute__((visibility("default")))
+
+extern "C" {
+
+// The amax of a matrix; out: those of its blocks, too, (rows / block_rows, columns / block), or nullptr.
+struct AmaxCall {
+  Source x;
+  float* out;
+  i64 out_step, height, width;
+  i32 input, block, block_rows, threads;
+};
+
+// The largest magnitude of all, as an integer of the input's own width.
+FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
+  const Units units{call->x.rows, call->x.columns, call->height, call->width};
+  std::atomic<u32> all{0};
+  by_input(call->input, [&](auto in) {
+    using In = decltype(in);
+    using Bits = typename Input<In>::Bits;
+    auto work = [&](i64 unit) {
+      const Part part = units.part(unit);
+      const View<Bits> x = view<In>(call->x, part);
+      u32 most = 0;
+      if (!call->out) most = largest_of<In>(x, part.rows, part.columns);
+      for (i64 i = 0; call->out && i < part.rows; i += call->block_rows) {
+        u32 found[kMostBlocks];
+        const i64 rows = minimum<i64>(call->block_rows, part.rows - i), blocks = part.columns / call->block;
+        float* out = call->out + (part.row + i) / call->block_rows * call->out_step + part.column / call->block;
+        block_magnitudes<In>(View<Bits>{x.data + i * x.step, x.step}, rows, blocks, call->block, found);
+        for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
+        for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
+      }
+      u32 seen = all.load(std::memory_order_relaxed);
+      while (most > seen && !all.compare_exchange_weak(seen, most)) {
+      }
+    };
+    run_units(units.count(), call->threads, work);
+  });
+  return all;
+}
+
+}  // extern "C"
+
+namespace {
+
+// The tensor scales of a call: one, or (tensor_step 1) one a row.
+struct Found {
+  std::vector<float> encode, decode, amax;
+  explicit Found(const EncodeCall& call) : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
+  void set(EncodeCall& call) const {
+    call.encode = encode.data();
+    call.decode = decode.data();
+    call.amax = amax.data();
+  }
+  void put(i64 i, TensorScale t) {
+    encode[i] = t.encode;
+    decode[i] = t.decode;
+    amax[i] = t.amax;
+  }
+};
+
+// Those of rows, by the tensor rule `rule`; false where an element is not finite.
+template <class In>
+bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
+  using Bits = typename Input<In>::Bits;
+  const Units units{call.x.rows, call.x.columns, call.height, call.x.columns};
+  std::atomic<bool> finite{true};
+  auto work = [&](i64 unit) {
+    const Part part = units.part(unit);
+    const View<Bits> x = view<In>(call.x, part);
+    for (i64 i = 0; i < part.rows; ++i) {
+      const Bits most = largest_of<In>(View<Bits>{x.data + i * x.step, x.step}, 1, part.columns);
+      if (most >= Input<In>::kInfinity) finite = false;
+      found.put(part.row + i, kTensors[rule].scale[call.input](Input<In>::value(most)));
+    }
+  };
+  run_units(units.count(), call.threads, work);
+  return finite;
+}
+
+// The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite.
+bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
+  if (rule < 0) return true;
+  return by_input(call.input, [&](auto in) {
+    using In = decltype(in);
+    if (call.tensor_step) return find_rows<In>(call, rule, found);
+    const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, call.threads};
+    const u32 bits = fp4kit_amax(&find);
+    if (bits >= Input<In>::kInfinity) return false;
+    found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));
+    return true;
+  });
+}
+
+}  // namespace
