@@ -80,6 +80,12 @@ def test_errors_carry_the_name(name):
     assert refused >= 4
 
 
+def test_fake_quantizers_round_to_nearest_alone():
+    for rounding in (np.zeros(3), "stochastic", 3):
+        with pytest.raises(ValueError, match=r"^fake_quantize: mxfp4-microxcaling-nearest rounds to nearest only; got rounding="):
+            fp4kit.fake_quantize(X, "mxfp4-microxcaling-nearest", rounding=rounding)
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_required_argument_is_never_anything(name):
     function, right = getattr(fp4kit, name), RIGHT[name]

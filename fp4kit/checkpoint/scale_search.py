@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 RECIPE = "nvfp4-modelopt-static"  # whose scales may be any, and that by the amax of a block are those of nvfp4-modelopt
+RECORDED = "as recorded"  # in place of an error: the one that a checkpoint was made by
 _FORMATS = ("modelopt", "compressed-tensors")
 Layer = tuple[str, Weight]  # the module that is written, and what it is made of
 
@@ -75,12 +76,16 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """How scales are searched. objective: the error, as of search_scales. columns: its weights, None for none."""
+    """How scales are searched. objective: the error, as of search_scales; RECORDED for verify. columns: its weights, or None."""
 
     objective: str = "mse"
     columns: ColumnWeights | None = None
 
     def __post_init__(self) -> None:
+        if self.objective != RECORDED:
+            self._check_objective()
+
+    def _check_objective(self) -> None:
         try:
             power_of("scale search", self.objective)
         except ValueError as error:
@@ -110,16 +115,21 @@ class ScaleSearch:
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
         """Raise CheckpointError for a recipe, a form or a choice that goes without searched scales."""
+        self._check_objective()
+        self.check_recipe(recipe)
+        if form is None or form.format not in _FORMATS:
+            raise CheckpointError(f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}")
+        if nonfinite == "keep":
+            raise CheckpointError("scale search: a block with NaN or infinity has no least error; say --nonfinite saturate")
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        """Raise CheckpointError for a recipe whose scales are not searched so."""
         try:
             check_searched("scale search", recipe)
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         if recipe.search:
             raise CheckpointError(f"scale search: {recipe.id} searches by itself; leave it out, or use {RECIPE}")
-        if form is None or form.format not in _FORMATS:
-            raise CheckpointError(f"scale search: {form or 'bf16'} is not written with it; use --format {' or '.join(_FORMATS)}")
-        if nonfinite == "keep":
-            raise CheckpointError("scale search: a block with NaN or infinity has no least error; say --nonfinite saturate")
 
     def columns_of(self, layer: Layer) -> Located | None:
         """The column weights of a layer."""
@@ -139,6 +149,8 @@ def recorded_search(
         facts = {"objective": said.removeprefix("weighted "), **({"sha256": None} if said.startswith("weighted ") else {})}
     weighted = "sha256" in facts
     if given is not None:
+        if given.objective == RECORDED:
+            given = replace(given, objective=facts.get("objective") or "mse")
         known = given.columns is not None and facts.get("sha256") not in (None, given.columns.sha256)
         return given, False, ["the column weights are not those that it was made with"] * known
     objective = facts.get("objective")

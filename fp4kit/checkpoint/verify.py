@@ -140,7 +140,7 @@ def verify(
     recipe: of quantized layers; by default the one that the checkpoint records.
     search: of block scales; by default the one that the checkpoint records. Its column weights must be given.
     options: as of convert; resume means nothing here. Memory does not grow with the model.
-    Raises CheckpointError for directories that cannot be opened.
+    Raises CheckpointError for directories that cannot be opened, and for a search that the recipe has not.
     """
     return execute(prepare(destination, source, recipe, options, search), options)
 
@@ -196,6 +196,8 @@ def _settings(
             found = from_data(said)
         except (ValueError, TypeError) as error:
             issues.append(Issue("warning", "config.json", f"its recipe is not known here: {error}"))
+    if search is not None and found is not None:
+        search.check_recipe(found)
     scale = request.get("input_scale")
     nonfinite = "saturate" if request.get("nonfinite") == "saturate" else "keep"
     known, weighted, told = recorded_search(request, own if isinstance(own, dict) else {}, search)

@@ -10,7 +10,7 @@ from typing import Any
 from fp4kit.checkpoint.convert import Options
 from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.report_html import write_report
-from fp4kit.checkpoint.scale_search import ScaleSearch
+from fp4kit.checkpoint.scale_search import RECORDED, ScaleSearch
 from fp4kit.checkpoint.soundness import grouped
 from fp4kit.checkpoint.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.convert import add_scale_search, add_workers, devices_of
@@ -40,7 +40,8 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         if getattr(args, name) is not None and args.source is None:
             option = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{option}: says how layers were made of a source; give it with --source")
-    search = ScaleSearch.of(args.scale_search or (args.column_weights and "mse"), args.column_weights)
+    objective = RECORDED if args.scale_search is None and args.column_weights is not None else args.scale_search
+    search = ScaleSearch.of(objective, args.column_weights)
     if args.html is not None:
         _check_page(args.html, Path(args.path))
     with cluster(args.dask) as executor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.call.amaxes import check_clip_amax
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
 from fp4kit.call.repeat import find, keep
@@ -65,8 +65,8 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, ke
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
     """A fake_rule rounds to nearest."""
-    if r.fake_rule is not None and rounding != "nearest":
-        raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r}")
+    if r.fake_rule is not None and not is_one_of(rounding, ("nearest",)):
+        raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
     if r.fake_rule is not None and seed is not None:
         raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
 

@@ -204,6 +204,34 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     assert not found.clean and "the column weights are not those that it was made with" in [issue.text for issue in found.issues]
 
 
+@pytest.mark.parametrize("manifest", [True, False])
+def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: Path, run: Run, manifest: bool) -> None:
+    source, tensors = model
+    weights = column_weights(tmp_path / "w.safetensors", tensors)
+    convert(source, tmp_path / "d", RECIPE, search=ScaleSearch.of("mae", weights))
+    if not manifest:
+        (tmp_path / "d" / "fp4kit_manifest.json").unlink()
+    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
+    assert code == 0 and f"0 of 13844 bytes differ from what {RECIPE} with scales searched by weighted mae makes" in text
+    code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights, "--scale-search", "mse")
+    assert code == 1 and "with scales searched by weighted mse makes" in text
+
+
+@pytest.mark.parametrize(
+    ("recipe", "text"),
+    [
+        ("nvfp4-te", "nvfp4-te cannot be searched, with static False"),
+        ("mxfp8-te", "mxfp8-te cannot be searched, with element E4M3"),
+        ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse searches by itself"),
+    ],
+)
+def test_verify_refuses_a_search_that_the_recipe_has_not(model, tmp_path: Path, run: Run, recipe: str, text: str) -> None:
+    """Of bytes under powers of two it said that a search had made them."""
+    convert(model[0], tmp_path / "d", recipe)
+    code, out, error = run("verify", tmp_path / "d", "--source", model[0], "--scale-search", "mse")
+    assert (code, out) == (2, "") and error.startswith(f"fp4kit verify: scale search: {text}")
+
+
 def test_verify_without_a_manifest(model, tmp_path: Path) -> None:
     source, _ = model
     searched(source, tmp_path / "d")
