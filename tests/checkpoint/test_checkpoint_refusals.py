@@ -12,7 +12,7 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.convert import convert
+from fp4kit.checkpoint.convert import Options, convert
 from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.plan import make_plan
 
@@ -82,7 +82,7 @@ def test_values_that_would_change(tmp_path: Path) -> None:
     with refused("model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"):
         make_plan(tmp_path / "fp8")
     with refused("model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so that MXFP8 would have"):
-        convert(tmp_path / "fp8", tmp_path / "out", "mxfp8-te", format="sglang-mxfp8")
+        convert(tmp_path / "fp8", tmp_path / "out", "mxfp8-te", format="sglang-mxfp8", options=Options(workers=1))
     assert not (tmp_path / "out").exists()
 
 
