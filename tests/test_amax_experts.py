@@ -30,7 +30,7 @@ def edges(draw, n, ranks):
     return [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
 
 
-@sampled(100, 2000, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
+@sampled(100, 800, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
     """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own bits."""
     values = experts_of(n, shape, seed=n)

@@ -172,7 +172,7 @@ def by_bounds_and_all(x, amax, **options) -> float:
     return int(unproven[0, 0]) / found[0].size
 
 
-@pytest.mark.parametrize("blocks", [40_000, *exhaustive([2_000_000])])
+@pytest.mark.parametrize("blocks", [40_000, *exhaustive([500_000])])
 def test_bounds_against_all_candidates(blocks):
     x = np.random.default_rng(2).standard_normal((blocks // 4, 64), np.float32)
     assert by_bounds_and_all(x.astype(BF16), 6.0) < 0.01
@@ -199,7 +199,7 @@ FORMS = {
 
 
 @sampled(
-    24, 2000, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)),
+    24, 1000, seed=st.integers(0, 2**32), dtype=st.sampled_from(FLOATS), form=st.sampled_from(sorted(FORMS)),
     rows=st.integers(1, 40), blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3),
     recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
     candidates=st.one_of(st.sampled_from(["all", "near"]), st.tuples(st.integers(-130, 0), st.integers(0, 130))),

@@ -83,19 +83,18 @@ def test_every_operation_in_small_units(name, small_units):
 @pytest.mark.parametrize("name", by_default(("nvfp4-te", "mxfp8-te-2d"), [name for name in STOCHASTIC if name in COVERED]))
 def test_random_bytes_follow_their_elements(name, small_units):
     """Each unit takes those of its own place, of a stream and of an array, in a stack of wide matrices and along both axes."""
-    x = ordinary(7, (2, 64, 1024))
+    x = ordinary(7, (2, 64, 256))
     random = np.random.default_rng(3).integers(0, 256, x.shape, np.uint8)
-    for axis in (-1, -2):
-        for seed in (0, 2**63 + 5, random):
-            agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=seed)
+    for axis, seed in ((-1, 2**63 + 5), (-1, random), (-2, 0), (-2, random)):
+        agree(fp4kit.quantize, x, name, axis=axis, rounding="stochastic", seed=seed)
 
 
-@pytest.mark.parametrize("cases", [100, *exhaustive([3000])])
+@pytest.mark.parametrize("cases", [100, *exhaustive([1000])])
 def test_drawn_calls_in_small_units(cases, small_units):
     check_drawn(cases, Pool(largest=1 << 12))
 
 
-@pytest.mark.parametrize("cases", [100, *exhaustive([3000])])
+@pytest.mark.parametrize("cases", [100, *exhaustive([1000])])
 def test_drawn_calls(cases):
     check_drawn(cases, Pool(largest=1 << 14))
 

@@ -29,7 +29,7 @@ from fp4kit.cuda.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
-ARCHITECTURES = ["sm_100a", *exhaustive(("sm_75", "sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a"))]
+OTHERS = ("sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a")  # than sm_90, sm_100a and sm_75, the oldest, for which all is compiled
 WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]  # a search is a kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [Quantize(r, dtype) for r, dtype in DTYPES.items()] + [Dequantize(r, outputs=(F16,)) for r in WITH_CODES[::3]]
@@ -125,9 +125,17 @@ def test_every_kind_of_kernel_compiles(case):
     check_compiles(case, "sm_90")
 
 
+@pytest.mark.parametrize("arch", ["sm_100a", *exhaustive(["sm_75"])])
 @pytest.mark.parametrize("case", KINDS[::3] + exhaustive(KINDS[1::3] + KINDS[2::3]), ids=str)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_other_architecture(case, arch):
+def test_the_oldest_and_a_later_architecture(case, arch):
+    check_compiles(case, arch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("case", "arch"), [(case, OTHERS[(2 * i + j) % 5]) for i, case in enumerate(KINDS) for j in (0, 1)], ids=str
+)
+def test_two_other_architectures(case, arch):
     check_compiles(case, arch)
 
 
@@ -136,7 +144,7 @@ FINDING = {"quantize": "nvfp4-te", "quantize_plain": "fp8-modelopt", "quantize_t
 
 
 @pytest.mark.parametrize("kernel", FINDING)
-@pytest.mark.parametrize("arch", ["sm_90", *ARCHITECTURES])
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100a", *exhaustive(("sm_75", *OTHERS))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]
     struct = recipe_struct(r, fake=kernel == "fake", finds_amax=True)

@@ -314,9 +314,9 @@ def tensors_alive():
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
-@pytest.mark.parametrize("rounds", [25, *exhaustive([2_500])])
+@pytest.mark.parametrize("rounds", [25, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
-    """10^4 calls in an exhaustive run: four each round."""
+    """1,600 calls in an exhaustive run: four each round."""
 
     def work():
         w = torch.randn(4, 32, requires_grad=True)
