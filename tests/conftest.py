@@ -37,7 +37,7 @@ def pytest_configure(config):
         config.option.loadscopereorder = False
 
 
-MANY = 24  # cases of a test
+MANY = 12  # cases of a test
 ALWAYS = ("test_golden", "test_recipes", "test_recipe_fields", "test_cli")  # files that every recipe runs through in every run
 
 
@@ -47,7 +47,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Cases of recipes that bring nothing of their own are exhaustive, a third of them; so is half of what a test has many of."""
+    """Of a test's many recipes a usual run takes the usual ones and draws a third of the others; the rest is exhaustive.
+
+    Recipes that bring nothing of their own are exhaustive, too, and a third of their cases is drawn at all.
+    """
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
         config.hook.pytest_deselected(items=left_out)
@@ -62,11 +65,12 @@ def mark_recipes(items):
     cases = [(item, recipes_of(item)) for item in items]
     others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))
     for item, names in cases:
-        wanted = 3 if not rare.isdisjoint(names) else 2 if others[_test_of(item)] > MANY else 1
-        drawn = not names or any(name in USUAL or is_drawn(item.originalname, name, wanted) for name in names)
-        if wanted == 3 or not drawn:
+        is_rare = not rare.isdisjoint(names)
+        is_chosen = not is_rare and others[_test_of(item)] <= MANY
+        drawn = is_chosen or any(name in USUAL or is_drawn(item.originalname, name) for name in names)
+        if is_rare or not drawn:
             item.add_marker(pytest.mark.exhaustive)
-        if wanted == 3 and not drawn:
+        if is_rare and not drawn:
             left_out.append(item)
     return left_out
 

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import by_default
+from exhaustive import by_default, exhaustive
 from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
@@ -38,7 +38,7 @@ def check(x: np.ndarray, recipe: Any = STATIC, **options: Any) -> None:
     assert differing(found, fp4kit.search_scales(x, recipe, **options)) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16, BF16])])
 def test_every_kind_of_block(dtype) -> None:
     x = searched_blocks(dtype)
     finite = np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
@@ -80,7 +80,7 @@ def test_columns_experts_views_and_odd_sizes() -> None:
     assert differing(fp4kit.search_scales(whole[3:].reshape(x.shape), STATIC), fp4kit.search_scales(x, STATIC)) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float16, np.float32])])
 def test_hessian(dtype) -> None:
     x = np.concatenate([searched_blocks(dtype, seed) for seed in range(2)], axis=1)
     finite = np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
@@ -112,7 +112,7 @@ def test_recipe_that_searches(dtype) -> None:
     assert again is out and differing(out.packed, fp4kit.quantize(x, MSE).packed) == 0
 
 
-@pytest.mark.parametrize("hadamard", [True, "no_signs"])
+@pytest.mark.parametrize("hadamard", [True, *exhaustive(["no_signs"])])
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_recipe_that_searches_what_is_transformed(hadamard, dtype) -> None:
     for axis in (0, 1):
@@ -284,7 +284,7 @@ def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread:
     return x.reshape(1, -1), np.take_along_axis(weights, order, axis=1).astype(np.float32).reshape(-1)
 
 
-@pytest.mark.parametrize("columns", [16, 32, 48])
+@pytest.mark.parametrize("columns", [48, *exhaustive([16, 32])])
 @pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
 def test_order_of_sums(objective, ratio, columns) -> None:
     """0.5 has an error of 0.5 under a scale of 2, and 8 one of 2 under 1."""
@@ -426,7 +426,7 @@ def test_amaxes(recipe) -> None:
 
 
 @pytest.mark.parametrize("objective", ["mae", "max"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16])])
 def test_objectives_of_amaxes(objective, dtype) -> None:
     for recipe, weights in (("fp8-modelopt", None), ("int8-modelopt", WEIGHTS)):
         x = finite(dtype)[:36].reshape(3, 12, 64)
