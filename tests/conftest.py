@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 from functools import partial
 
 import pytest
-from exhaustive import USUAL, is_drawn, seldom
+from exhaustive import USUAL, lot, seldom
 from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.harness import Host
@@ -47,9 +47,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Of a test's many recipes a usual run takes the usual ones and draws a third of the others; the rest is exhaustive.
+    """Of a test's many recipes a usual run takes the usual ones and draws a third of the others, an exhaustive run another third.
 
-    Recipes that bring nothing of their own are exhaustive, too, and a third of their cases is drawn at all.
+    Recipes that bring nothing of their own are exhaustive, and a quarter of their cases is drawn.
     """
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
@@ -60,18 +60,19 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_recipes(items):
-    """Mark what is exhaustive for its recipe; return what no run draws."""
+    """Mark what is exhaustive for its recipe; return what no run takes but with --every-recipe."""
     rare, left_out = seldom(), []
     cases = [(item, recipes_of(item)) for item in items]
     others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))
     for item, names in cases:
         is_rare = not rare.isdisjoint(names)
-        is_chosen = not is_rare and others[_test_of(item)] <= MANY
-        drawn = is_chosen or any(name in USUAL or is_drawn(item.originalname, name) for name in names)
-        if is_rare or not drawn:
+        lots = [0 if name in USUAL else lot(item.originalname, name) for name in names]
+        if is_rare:
             item.add_marker(pytest.mark.exhaustive)
-        if is_rare and not drawn:
-            left_out.append(item)
+            left_out += [item] * all(number % 4 for number in lots)
+        elif others[_test_of(item)] > MANY and all(number % 3 for number in lots):
+            item.add_marker(pytest.mark.exhaustive)
+            left_out += [item] * all(number % 3 == 2 for number in lots)
     return left_out
 
 
