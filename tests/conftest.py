@@ -70,7 +70,7 @@ def mark_recipes(items):
         if is_rare:
             item.add_marker(pytest.mark.exhaustive)
             left_out += [item] * all(number % 4 for number in lots)
-        elif others[_test_of(item)] > MANY and all(number % 3 for number in lots):
+        elif names and others[_test_of(item)] > MANY and all(number % 3 for number in lots):
             item.add_marker(pytest.mark.exhaustive)
             left_out += [item] * all(number % 3 == 2 for number in lots)
     return left_out
@@ -91,19 +91,6 @@ def sort_long_first(items):
     """Files as LONG says, then the others as they come."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
-
-
-def mark_seldom(items):
-    """Mark the cases of such recipes; return those that are not drawn."""
-    rare, left_out = seldom(), []
-    for item in items:
-        cases = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        found = [case for case in cases if isinstance(case, str) and case in rare] if item.path.stem not in ALWAYS else []
-        if found:
-            item.add_marker(pytest.mark.exhaustive)
-            if not any(is_drawn(item.originalname, name) for name in found):
-                left_out.append(item)
-    return left_out
 
 
 @pytest.hookimpl(wrapper=True)
