@@ -55,6 +55,7 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
         assert_same_state(state, values)
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=1000)
 @given(st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"]))
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):

@@ -68,6 +68,7 @@ def test_any_cuts(name, dtype, rows, wide, fractions, seed) -> None:
     cast_both(x, name, [0, *sorted(int(f * x.size) for f in fractions), x.size])
 
 
+@pytest.mark.exhaustive
 def test_large_and_adversarial() -> None:
     x = np.resize(blocks(np.float32), (1024, 4112))
     for start in (0, 1, 2, 3, 4112 * 16 + 5):

@@ -25,6 +25,7 @@ def test_hadamard(host, case):
     host.check(case)
 
 
+@pytest.mark.exhaustive
 def test_ordinary_runs_go_the_short_way(host):
     rng = np.random.default_rng(0)
     for dtype, least in ((BF16, 0.999), (F16, 0.99)):

@@ -168,6 +168,7 @@ def under(name, amax, x):
     return without(fp4kit.quantize(x, name, tensor_amax=np.full(shape, amax, np.float32)))
 
 
+@pytest.mark.exhaustive
 def test_identify_finds_every_bfloat16_amax():
     x = ORDINARY[:4, :64].astype(BF16)
     for amax in (1 + np.arange(128) / 128) * 2.0**-5:

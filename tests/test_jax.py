@@ -308,7 +308,7 @@ def test_large_arrays_and_many_callbacks():
         assert found.shape == x.shape and bool(jnp.isfinite(found).all())
 
 
-@pytest.mark.parametrize("rounds", [25, *exhaustive([400])])
+@pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
     """1,600 calls in an exhaustive run: four each round."""
     step = jax.jit(jax.grad(lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)))

@@ -200,6 +200,7 @@ def memoryview_exporter(x):
     return Exporter()
 
 
+@pytest.mark.exhaustive
 def test_many_calls_leave_no_tensor_alive():
     x = tensor(X[BF16])
     gc.collect()

@@ -314,7 +314,7 @@ def tensors_alive():
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
 
-@pytest.mark.parametrize("rounds", [25, *exhaustive([400])])
+@pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
     """1,600 calls in an exhaustive run: four each round."""
 

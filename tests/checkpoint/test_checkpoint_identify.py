@@ -105,6 +105,7 @@ def test_zeros_contradict_no_mishap() -> None:
     assert identify_layers(blank).mishap is None and "nvfp4-te" in identify_layers(blank).recipes
 
 
+@pytest.mark.exhaustive
 def test_nothing_and_no_layers() -> None:
     strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model(layers=2))]
     verdict = identify_layers(strange)

@@ -29,7 +29,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
     assert "partial" in result.stdout and int(result.stdout.split()[0]) >= 50
 
 
-@pytest.mark.parametrize("points", [3, *exhaustive([12])])
+@pytest.mark.parametrize("points", exhaustive([12]))
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     """At random times, from outside; the workers end too."""
     model = Model(tmp_path, larger)

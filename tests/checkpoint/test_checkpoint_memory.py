@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
-from exhaustive import by_default
+from exhaustive import exhaustive
 from runs import environment
 
 HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # ru
 """
 
 
-@pytest.mark.parametrize("case", by_default(("turned",), CASES))
+@pytest.mark.parametrize("case", exhaustive(CASES))
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, case: str) -> None:
     """200 MiB suffice, 70 of which are Python's and NumPy's; a 100 GB stack is more matrices of this kind."""
     make, recipe, form = CASES[case]

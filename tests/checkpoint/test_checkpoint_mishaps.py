@@ -294,6 +294,7 @@ def test_changed_scales_are_not_those_of_other_blocks(name) -> None:
     assert e.recipe is None and e.total - 2 <= e.codes_equal + e.scales_equal < e.total
 
 
+@pytest.mark.exhaustive
 def test_several_kinds_of_permuted_blocks() -> None:
     x = weights(13)
     layer = stored(x, "nvfp4-te")

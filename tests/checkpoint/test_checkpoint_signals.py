@@ -165,6 +165,7 @@ staging.sync_directory = lambda path: (os.kill(os.getpid(), signal.SIGINT), os.k
     assert run.code == 0 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", ONE, ids=lambda n: n.name)
 def test_a_signal_while_python_shuts_down_changes_nothing(model: Path, number: signal.Signals) -> None:
     code = f"import atexit; atexit.register(os.kill, os.getpid(), {int(number)})"
