@@ -129,12 +129,13 @@ def searched(call: Call) -> Call:
     way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
     with interop.making_current(call.x.device.id):
         x = interop.cupy().ascontiguousarray(call.moved)
-        amax = tensor_amax(call, x)
+        amax, found = tensor_amax(call, x), interop.cupy().empty(scale_shape(x.shape, r), np.float32)
+        matrices = searched_matrices(x, found, amax, r)
         if r.search in FACTORS:
-            found = interop.cupy().empty(scale_shape(x.shape, r), np.float32)
-            search_factors(searched_matrices(x, found, amax, r), r, call.mask)
+            search_factors(matrices, r, call.mask)
         else:
-            found = search_scales(Search(call._replace(tensor_amax=amax)))
+            for matrix in matrices:
+                search_matrix(*matrix, r, mask=call.mask)
         return taking._replace(tensor_amax=amax, block_amax=found)
 
 
