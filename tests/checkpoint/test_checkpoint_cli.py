@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
+import processes
 import pytest
 import synthetic
 
@@ -22,26 +22,14 @@ from fp4kit import interop
 from fp4kit.checkpoint import ConversionReport, Options, Plan, convert, demo
 from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.cli import convert as cli_convert
-from fp4kit.cli import main
 
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Result]
+Run = Callable[..., processes.Run]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line; return exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> Result:
-        return Result(main([str(argument) for argument in arguments]), *capsys.readouterr())
-
-    return run
+    return processes.in_this_process(capsys)
 
 
 NEEDED = "a model directory, a .safetensors or a GGUF file is needed"

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import synthetic
-from processes import RENAME, Run, content, signalled
+from processes import RENAME, Run, content, in_this_process, signalled
 
 from fp4kit.checkpoint import staging
-from fp4kit.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
-    """Run the command in this process, which takes a tenth of the time."""
-    return lambda *arguments: Run(main([str(argument) for argument in arguments]), *capsys.readouterr())
+    return in_this_process(capsys)
 
 
 def killed(model: Path, folder: Path) -> Path:

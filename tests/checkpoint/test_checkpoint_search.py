@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import oracle
+import processes
 import pytest
 import runs
 import synthetic
@@ -20,7 +21,6 @@ from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.checkpoint.identify import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.verify import verify
-from fp4kit.cli import main
 from fp4kit.storage.safetensors_file import read_header
 
 RECIPE = "nvfp4-modelopt-static"
@@ -28,7 +28,7 @@ QUERY = "encoder.layer.0.attention.self.query"
 QKV = tuple(f"encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key", "value"))
 DENSE = "encoder.layer.0.intermediate.dense.weight"
 CONVERTED = (*QKV, "encoder.layer.0.attention.output.dense.weight", DENSE)
-Run = Callable[..., tuple[int, str, str]]
+Run = Callable[..., processes.Run]
 
 
 def searched(source: Path, target: Path, weights: Path | None = None, **options) -> ConversionReport:
@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> tuple[Path, synthetic.Tensors]:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Run a command line; return exit code, stdout and stderr."""
-    return lambda *arguments: (main([str(argument) for argument in arguments]), *capsys.readouterr())
+    return processes.in_this_process(capsys)
 
 
 # ---- bytes ------------------------------------------------------------------------------------------------------------------
