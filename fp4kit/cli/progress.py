@@ -69,8 +69,10 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Put ``line`` in the place of the one before it."""
+    """Put ``line`` in the place of the one before it, without its last parts where these do not fit."""
     width = max(shutil.get_terminal_size().columns - 1, 1)
+    while len(line) > width and "  " in line:
+        line = line.rpartition("  ")[0]
     with suppress(OSError, ValueError):
         sys.stderr.write(f"\r{shortened(line, width, '...'):<{width}}" + ("\r" if not line else ""))
         sys.stderr.flush()
