@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import ml_dtypes
@@ -11,6 +12,7 @@ from inputs import INPUTS, as_strided, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, gpu_only
 
 import fp4kit
+from fp4kit.ops.identify_matches import best_match
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -247,3 +249,27 @@ def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
     assert str(fp4kit.compare(on_gpu(a), on_gpu(b))) == str(fp4kit.compare(a, b))
     assert fp4kit.compare(on_gpu(a), a) and fp4kit.compare(d, x)
     assert fp4kit.identify(on_gpu(b), d) == fp4kit.identify(b, x)
+
+
+def where_it_is(seen, *arguments):
+    """best_match, which leaves the x that it was given."""
+    seen.append(arguments[1])
+    return best_match(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("nvfp4-te-4over6-mse-256", "linear"), ("nvfp4-flashinfer", "swizzled_128x4"), ("mxfp4-ocp", "linear")]
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypatch) -> None:
+    monkeypatch.setattr("fp4kit.ops.identify.SAMPLE", 1 << 13)
+    x = ordinary(6, (64, 512), ml_dtypes.bfloat16)
+    q = fp4kit.quantize(x, name, scale_layout=layout)
+    q = q if known else replace(q, tensor_amax=None)
+    other = replace(q, packed=np.where(np.arange(256) == 255, q.packed ^ 1, q.packed))  # which only the whole tells
+    found = fp4kit.identify(q, x), fp4kit.identify(other, x)
+    assert name in found[0].exact and not found[1].exact
+    monkeypatch.setattr("fp4kit.ops.identify_matches.best_match", functools.partial(where_it_is, proved := []))
+    for each, expected in zip((q, other), found, strict=True):
+        assert fp4kit.identify(on_gpu(each), cupy.asarray(x)) == expected
+    assert len(proved) >= 4 and all(type(a).__module__ == "cupy" for a in proved)

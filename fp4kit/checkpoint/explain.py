@@ -14,7 +14,8 @@ from fp4kit.checkpoint.scale_accounts import under_stored_scales
 from fp4kit.checkpoint.trials import Trial, first_whole, layouts_of, orders_by_sign, sample_of, try_layout
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
-from fp4kit.ops.identify import candidates_of, either, identify, name_of
+from fp4kit.ops.identify import candidates_of, either, identify
+from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
 

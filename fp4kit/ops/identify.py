@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
 from fp4kit.ops.identify_amaxes import Amaxes
+from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
-from fp4kit.ops.swizzle import unswizzle
 from fp4kit.pieces import box_of
 from fp4kit.quantized import NEVER_NAN, Quantized
 from fp4kit.recipes import RECIPES, Recipe
@@ -28,25 +28,6 @@ SAMPLE = 1 << 18  # and recipes, of twice as many and more
 MOST_PROVED = 3  # recipes of which all bytes are compared where none makes those of the sample
 NEXT_TO_TIES = 1 / 1024  # share of codes that an ulp of the encode scale may change
 ELSEWHERE = 1 / 8  # least share of codes between two values that stochastic rounding puts where the nearest is not
-
-
-@dataclass(frozen=True)
-class Match:
-    """How much of a quantized array one recipe reproduces: bytes of codes and scales, and each by itself.
-
-    whole: whether all bytes were compared; else those of a sample, where others reproduce more.
-    """
-
-    recipe: str
-    equal: int
-    total: int
-    codes_differ: int
-    scales_differ: int
-    whole: bool = True
-
-    @property
-    def fraction(self) -> float:
-        return self.equal / self.total if self.total else 1.0
 
 
 class Variation(NamedTuple):
@@ -140,7 +121,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves open, and one
         of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on the whole
         for those that fit there.
-    What is on a GPU is copied to the host first, which waits for the device.
+    What is on a GPU is copied to the host, which waits for the device. Of 2 * SAMPLE elements and more, all bytes are proved on it.
     Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ; TypeError as quantize.
 
     >>> import fp4kit, numpy as np
@@ -149,13 +130,14 @@ def identify(q: Quantized, x: Any) -> Identification:
     'mxfp4-triton-kernels-down made these bytes'
     """
     q = check.check_quantized("identify", q)
-    q, x = on_host("identify: q", q), on_host("identify: x", x)
+    pair = pair_of(q, x)
+    q, x = pair.q, pair.x
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
     check.check_float("identify", x)
-    q = q if q.block_scale is None else unswizzle(q)
+    q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
-    matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(q, x, candidates)
+    matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(Pair(q, x), pair, candidates)
     found = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
     if found.exact or not x.size:
         return found
@@ -183,13 +165,6 @@ def _comparable(a: Recipe, b: Recipe) -> bool:
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
-def name_of(r: Recipe) -> str:
-    """A recipe's id, and the fields in which it is not the table's."""
-    base = RECIPES.get(r.id, r)
-    changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
-    return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
-
-
 class Trial(NamedTuple):
     """What a recipe reproduces of a part under the best of the amaxes that may have been the tensor's; and all as good ones."""
 
@@ -200,34 +175,22 @@ class Trial(NamedTuple):
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
     amaxes = Amaxes(q, x)
-    return [_try(q, x, r, amaxes.of(r)) for r in candidates]
+    return [best_match(q, x, r, amaxes.of(r)) for r in candidates]
 
 
-def _matches_by_sample(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Of a large array: all candidates on a part, and those that make it on the whole."""
-    box, amaxes = _part(q, SAMPLE), Amaxes(q, x)
+def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
+    """Of a large array: all candidates on a part, on the host, and those that make it on the whole, where that is."""
+    box, amaxes = _part(host.q, SAMPLE), Amaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
     proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MOST_PROVED]
-    whole = {t.match.recipe: _try(q, x, t.recipe, t.amaxes) for t in proved}
-    return [whole.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
+    found = {t.match.recipe: prove(whole, host, t.recipe, t.amaxes) for t in proved}
+    return [found.get(t.match.recipe) or replace(t.match, whole=False) for t in trials]
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
     """The best of what r gives under each amax that may have been the tensor's."""
-    return _try(q, x, r, Amaxes(q, x).of(r, hadamard), hadamard)
-
-
-def _try(q: Quantized, x: np.ndarray, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False) -> Match:
-    """Under each amax, until one makes all bytes."""
-    best = None
-    for amax in amaxes:
-        found = _match_under(q, x, r, amax, hadamard)
-        best = found if best is None or found.equal > best.equal else best
-        if best.equal == best.total:
-            break
-    assert best is not None  # there is always one
-    return best
+    return best_match(q, x, r, Amaxes(q, x).of(r, hadamard), hadamard)
 
 
 def _try_part(whole: Amaxes, r: Recipe, box: Box) -> Trial:
@@ -237,7 +200,7 @@ def _try_part(whole: Amaxes, r: Recipe, box: Box) -> Trial:
     for amax in whole.of(r):
         part = box_of(q if amax is None else replace(q, tensor_amax=amax), box)
         given = part.tensor_amax if amax is not None else _of_tensor(whole, r)
-        found = _match_under(part, x, r, given, False)
+        found = match_under(part, x, r, given, False)
         if best is None or found.equal > best.match.equal:
             best = Trial(r, found, (amax,))
         elif found.equal == best.match.equal:
@@ -250,17 +213,6 @@ def _of_tensor(whole: Amaxes, r: Recipe) -> np.ndarray | None:
     """The amax of the whole where one covers it all, and a part would have another; None where it cannot be given."""
     own = whole.own(r) if r.tensor_scaling == "tensor" else None
     return None if own is None or np.isnan(own).any() else own.max()
-
-
-def _match_under(q: Quantized, x: np.ndarray, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    with np.errstate(all="ignore"):
-        ours = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
-    codes = ours.packed != q.packed
-    scales = np.zeros(0, bool) if q.block_scale is None else ours.block_scale != q.block_scale
-    differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
-    by_element = unpacked(ours.packed ^ q.packed, r.element.packing)
-    total = codes.size + scales.size
-    return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
 
 
 # ---- what no recipe alone reproduces ----------------------------------------------------------------------------------------

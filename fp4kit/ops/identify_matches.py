@@ -1,0 +1,98 @@
+"""How much of a quantized array a recipe reproduces: on the host, or where the array is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit import interop
+from fp4kit.call.parse import Hadamard
+from fp4kit.layouts import unpacked
+from fp4kit.ops.compare import on_host
+from fp4kit.ops.quantize import quantize
+from fp4kit.ops.swizzle import unswizzle
+from fp4kit.quantized import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+
+@dataclass(frozen=True)
+class Match:
+    """How much of a quantized array one recipe reproduces: bytes of codes and scales, and each by itself.
+
+    whole: whether all bytes were compared; else those of a sample, where others reproduce more.
+    """
+
+    recipe: str
+    equal: int
+    total: int
+    codes_differ: int
+    scales_differ: int
+    whole: bool = True
+
+    @property
+    def fraction(self) -> float:
+        return self.equal / self.total if self.total else 1.0
+
+
+def name_of(r: Recipe) -> str:
+    """A recipe's id, and the fields in which it is not the table's."""
+    base = RECIPES.get(r.id, r)
+    changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
+    return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
+
+
+def best_match(q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False) -> Match:
+    """Of what r gives under each amax, until one makes all bytes."""
+    best = None
+    for amax in amaxes:
+        found = match_under(q, x, r, amax, hadamard)
+        best = found if best is None or found.equal > best.equal else best
+        if best.equal == best.total:
+            break
+    assert best is not None  # there is always one
+    return best
+
+
+def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
+    """What r makes of q's bytes under an amax; None takes it from x. On a GPU, what has no kernel is refused, as by quantize."""
+    with np.errstate(all="ignore"):
+        ours = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
+    codes = ours.packed != q.packed
+    scales = np.zeros(0, bool) if q.block_scale is None else ours.block_scale != q.block_scale
+    differ = int(np.count_nonzero(codes)) + int(np.count_nonzero(scales))
+    by_element = unpacked(ours.packed ^ q.packed, r.element.packing)
+    total = codes.size + scales.size
+    return Match(name_of(r), total - differ, total, int(np.count_nonzero(by_element)), int(np.count_nonzero(scales)))
+
+
+class Pair(NamedTuple):
+    """A quantized array, its scales linear, and what it may be of: of NumPy, or of CuPy on one device."""
+
+    q: Quantized
+    x: Any
+
+    @property
+    def on_gpu(self) -> bool:
+        return not isinstance(self.x, np.ndarray)
+
+
+def pair_of(q: Quantized, x: Any) -> Pair:
+    """Of arrays of any library, where they are; of NumPy if they are not on one device."""
+    ours, (array,) = q.imported("identify: q"), interop.import_arrays("identify", x=x)
+    arrays = [a for a in (*ours.parts().values(), array) if a is not None]
+    if any(isinstance(a, np.ndarray) for a in arrays) or len({a.device.id for a in arrays}) > 1:
+        ours, array = on_host("identify: q", ours), on_host("identify: x", array)
+    return Pair(ours if ours.block_scale is None else unswizzle(ours), array)
+
+
+def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
+    """best_match of all bytes, where they are; on the host where a GPU has no kernel for r, or not the memory."""
+    if pair.on_gpu:
+        put = interop.cupy().asarray
+        with suppress(NotImplementedError, MemoryError), interop.making_current(pair.x.device.id):
+            return best_match(*pair, r, [None if a is None else put(a) for a in amaxes])
+    return best_match(*host, r, amaxes)
