@@ -12,9 +12,7 @@ from fp4kit import interop
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import padded_shape, tile_rows
 from fp4kit.libraries import TORCH, jax_arrays, library_of, torch_arrays
-from fp4kit.quantized import PARTS, Quantized, assembled
-
-FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
+from fp4kit.quantized import FACTS, PARTS, Quantized, assembled
 
 
 def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
@@ -145,4 +143,4 @@ def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 def unflatten(arrays: Any, facts: Any) -> Quantized:
     """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
     names, *values = facts
-    return assembled(**{**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})
+    return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

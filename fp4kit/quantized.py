@@ -18,6 +18,7 @@ from fp4kit.parts import scale_shape, wanted_parts
 from fp4kit.recipes import Recipe, recipe_of
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
+FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # and the others
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
@@ -148,7 +149,7 @@ class Quantized:
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
         """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked again."""
         parts = {name: array if array is None else convert(array) for name, array in self.parts().items()}
-        return assembled(**{**vars(self), **parts})
+        return assembled({**vars(self), **parts})
 
     def parts(self) -> dict[str, Any]:
         """The arrays by their names; None for those that are missing."""
@@ -328,10 +329,10 @@ class Quantized:
         )
 
 
-def assembled(**fields: Any) -> Quantized:
-    """A Quantized of what an engine made as it must be: nothing is checked."""
+def assembled(fields: dict[str, Any]) -> Quantized:
+    """A Quantized of what an engine made as it must be: nothing is checked, and the dict is its own from now on."""
     q = object.__new__(Quantized)
-    q.__dict__.update(fields)
+    object.__setattr__(q, "__dict__", fields)
     return q
 
 

@@ -4,6 +4,7 @@ import ctypes
 import sys
 import threading
 import time
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -34,7 +35,12 @@ class Memory:
     """cupy.cuda.MemoryPointer of host memory."""
 
     def __init__(self, array, device, log):
-        self.ptr, self.device_id, self._log = array.ctypes.data, device, log
+        self.array, self.ptr, self.device_id, self._log = array, array.ctypes.data, device, log
+
+    def __add__(self, offset):
+        moved = copy(self)
+        moved.ptr += offset
+        return moved
 
     def memset_async(self, value, size):
         self._log.append(("memset", self.ptr, size))
@@ -45,8 +51,11 @@ class Array:
 
     log: ClassVar[list] = []  # of all launches, copies and memory that is set
 
-    def __init__(self, shape, dtype=np.float32, offset=0, device=0, array=None):
-        if array is None:
+    def __init__(self, shape, dtype=np.float32, memory=None, offset=0, device=0, array=None):
+        if memory is not None:
+            size, start = int(np.prod(shape)) * np.dtype(dtype).itemsize, memory.ptr - memory.array.ctypes.data
+            array = memory.array[start : start + size].view(dtype).reshape(shape)
+        elif array is None:
             memory = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize + 64, np.uint8)
             start = -memory.ctypes.data % 16 + offset
             array = memory[start : len(memory) - 48 + start - offset][: int(np.prod(shape)) * np.dtype(dtype).itemsize]
@@ -79,7 +88,7 @@ def gpu(monkeypatch):
     runtime = SimpleNamespace(getDevice=lambda: state.current)
     cupy = SimpleNamespace(
         ndarray=Array,
-        cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: None),
+        cuda=SimpleNamespace(runtime=runtime, get_current_stream=lambda: None, alloc=lambda size: Array(size, np.uint8).data),
         ascontiguousarray=lambda a: a,
         empty=Array,
         zeros=Array,

@@ -14,6 +14,7 @@ from fp4kit import interop
 from fp4kit.call import repeat
 from fp4kit.call.parse import Call
 from fp4kit.cuda import memory, prepared
+from fp4kit.cuda.memory import UINT8, New
 from fp4kit.cuda.ways import PATCHES, ROWS
 from fp4kit.libraries import torch_arrays
 
@@ -64,10 +65,8 @@ class Launched:
 
 def quantize_call(recipe, arguments, row, column, amax):
     launch, on = Launched((*arguments.pointers, *arguments.words)), prepared.memory_of(tensor())
-    results = (
-        prepared.Result.of(call_of(recipe, axis), axis, on) if wanted else None for axis, wanted in ((1, row), (0, column))
-    )
-    return prepared.QuantizeCall(on, amax(on), launch, prepared._pick(arguments), *results)
+    results = (prepared.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in ((1, row), (0, column)))
+    return prepared.QuantizeCall.of(on, amax, launch, arguments, *results)
 
 
 def addresses(q, prefix=""):
@@ -75,11 +74,10 @@ def addresses(q, prefix=""):
     return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
 
 
-def found_by_the_kernel(on):
-    return prepared.Amax(on.maker((), memory.FLOAT32, False), None)
+FOUND_BY_THE_KERNEL = prepared.Amax(None)
 
 
-@pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", lambda on: None), ("nvfp4-te", found_by_the_kernel)])
+@pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", None), ("nvfp4-te", FOUND_BY_THE_KERNEL)])
 def test_rows(recipe, amax):
     x, call = tensor(), quantize_call(recipe, ROWS, True, False, amax)
     expected = fp4kit.quantize(np.zeros(SHAPE, BF16), recipe)
@@ -99,7 +97,7 @@ def test_rows(recipe, amax):
 
 
 def test_a_given_amax_is_copied_to_out_by_the_kernel():
-    x, amax, call = tensor(), torch.tensor(3.0), quantize_call("nvfp4-te", ROWS, True, False, lambda on: None)
+    x, amax, call = tensor(), torch.tensor(3.0), quantize_call("nvfp4-te", ROWS, True, False, None)
     out = call(x, amax, None)
     assert out.tensor_amax is amax and "amax_out" not in call.launch.only()
     other = call(x, torch.tensor(4.0), None)
@@ -111,7 +109,7 @@ def test_a_given_amax_is_copied_to_out_by_the_kernel():
 
 @pytest.mark.parametrize("row", [False, True])
 def test_columns_and_both(row):
-    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, found_by_the_kernel)
+    x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, FOUND_BY_THE_KERNEL)
     found = call(x, None, None)
     first, column = found if row else (None, found)
     wanted = {"x": x.data_ptr(), "tensor_amax": column.tensor_amax.data_ptr()} | addresses(column, "column_")
@@ -123,7 +121,7 @@ def test_columns_and_both(row):
 def test_an_amax_with_a_launch_of_its_own(gpu):
     launch = Launched(("x", "amax"))
     x = tensor()
-    call = quantize_call("nvfp4-te", ROWS, True, False, lambda on: prepared.Amax(on.maker((), memory.FLOAT32, False), launch))
+    call = quantize_call("nvfp4-te", ROWS, True, False, prepared.Amax(launch))
     q = call(x, None, None)
     assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
     assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]
@@ -131,31 +129,31 @@ def test_an_amax_with_a_launch_of_its_own(gpu):
 
 def test_fake_quantize_and_dequantize():
     x, on = tensor(), prepared.memory_of(tensor())
-    new, launch = on.maker(SHAPE, BF16, False), Launched((*ROWS.pointers, *ROWS.words))
-    fake = prepared.FakeQuantizeCall(on, found_by_the_kernel(on), launch, prepared._pick(ROWS), new)
+    launch = Launched((*ROWS.pointers, *ROWS.words))
+    fake = prepared.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, New(SHAPE, BF16))
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
     assert seen == {"x": x.data_ptr(), "values": y.data_ptr()} and y.dtype == torch.bfloat16 and y.shape == SHAPE
-    q = quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(x, None, None)
+    q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(x, None, None)
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
-        values = prepared.DequantizeCall(on, decode, new)(q, target)
+        values = prepared.DequantizeCall(on, decode, on.maker([New(SHAPE, BF16)]))(q, target)
         assert target is None or values is out
         assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
 
 
 def test_moves():
     on = prepared.memory_of(tensor())
-    q = quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(tensor(), None, None)
-    scales, codes = on.maker((128, 16), memory.UINT8, False), on.maker((256, 32), memory.UINT8, False)
+    q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
+    scales, codes = New((128, 16), UINT8), New((256, 32), UINT8)
     move = Launched(("in", "out"))
-    swizzled = prepared.MoveCall(on, move, None, scales, {"scale_layout": "swizzled_128x4"})(q)
+    swizzled = prepared.MoveCall(on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"})(q)
     assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
     assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
     move = Launched(("codes", "scales", "codes_out", "scales_out"))
-    turned = prepared.MoveCall(on, move, codes, scales, {"axis": 0})(q)
+    turned = prepared.MoveCall(on, move, ("packed", "block_scale"), on.maker([codes, scales]), {"axis": 0})(q)
     outs = {"codes_out": turned.packed.data_ptr(), "scales_out": turned.block_scale.data_ptr()}
     assert move.only() == {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
@@ -171,7 +169,7 @@ def key(x, amax=None, out=None):
 
 
 def test_what_a_check_depends_on_changes_the_key():
-    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, found_by_the_kernel)(tensor(), None, None)
+    x, q = tensor(), quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
     same, whole = key(x, torch.tensor(1.0), q), torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)
     assert same is not None and same == key(tensor(), torch.tensor(2.0), q) and hash(same) == hash(key(x, torch.tensor(1.0), q))
     others = [

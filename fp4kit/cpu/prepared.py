@@ -54,13 +54,13 @@ class QuantizeCall:
         return None if undone else q
 
     def _new(self) -> Quantized:
-        return assembled(
-            packed=np.empty(self.packed, _UINT8),
-            block_scale=None if self.scales is None else np.empty(self.scales, _UINT8),
-            tensor_scale=np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
-            tensor_amax=np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
-            **self.fields,
-        )
+        arrays = {
+            "packed": np.empty(self.packed, _UINT8),
+            "block_scale": None if self.scales is None else np.empty(self.scales, _UINT8),
+            "tensor_scale": np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
+            "tensor_amax": np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
+        }
+        return assembled(arrays | self.fields)
 
 
 def _is_whole(*arrays: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from struct import Struct
 from typing import Any, NamedTuple
@@ -113,9 +112,11 @@ class Launch:
         (blocks,), (threads,) = self._grid, self._block
         if self._handle:
             driver = interop.cupy().cuda.driver
-            with suppress(driver.CUDADriverError):
+            try:
                 driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, slot.parameters, 0)
                 return
+            except driver.CUDADriverError:
+                pass
         self._function(self._grid, self._block, (slot.struct,), stream=stream)
 
 

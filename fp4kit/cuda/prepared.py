@@ -6,7 +6,7 @@ of PyTorch: then their memory is PyTorch's, and launches go to its current strea
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -20,45 +20,42 @@ from fp4kit.cuda import transpose as transpose_launcher
 from fp4kit.cuda.engine.matrices import count, finding, work_of
 from fp4kit.cuda.geometry import Launch, aligned
 from fp4kit.cuda.launch import Matrix, is_whole, launch_by
-from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, memory_of
+from fp4kit.cuda.memory import FLOAT32, UINT8, Memory, New, memory_of
 from fp4kit.cuda.ways import Arguments, Work
 from fp4kit.cuda.ways import find as find_way
 from fp4kit.parts import wanted_parts
-from fp4kit.quantized import Quantized, assembled
+from fp4kit.quantized import PARTS, Quantized, assembled
+
+_NEW_AMAX = New((), FLOAT32)
 
 
 class Result(NamedTuple):
-    """The Quantized that a call makes: fields; what makes codes, scales, tensor scale (None without); the shape of the last."""
+    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the shape of an amax."""
 
     fields: dict[str, Any]
-    packed: Callable[[], Any]
-    scales: Callable[[], Any] | None
-    tensor_scale: Callable[[], Any] | None
+    names: tuple[str, ...]
+    wanted: tuple[New, ...]
     covered: tuple[int, ...]
 
     @classmethod
-    def of(cls, call: Call, axis: int, memory: Memory) -> Result:
+    def of(cls, call: Call, axis: int) -> Result:
         """Of a call, with blocks along an axis."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
         covered = () if call.tensor_amax is None else call.tensor_amax.shape
-        tensor = None if r.tensor_scaling == "none" else memory.maker(covered, FLOAT32, False)
-        padded = None if scales is None else memory.maker(scales, UINT8, call.layout != "linear")
-        return cls(fields, memory.maker(packed, UINT8, False), padded, tensor, covered)
+        wanted = {"packed": New(packed, UINT8)}
+        if scales is not None:
+            wanted["block_scale"] = New(scales, UINT8, zeros=call.layout != "linear")
+        if r.tensor_scaling != "none":
+            wanted["tensor_scale"] = New(covered, FLOAT32)
+        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), covered)
 
-    def make(self, amax: Any) -> Quantized:
-        """A new one, with this amax."""
-        fields, packed, scales, tensor_scale, covered = self
-        if amax is not None and amax.shape != covered:
-            amax = amax.reshape(covered)
-        return assembled(
-            **fields,
-            packed=packed(),
-            block_scale=scales and scales(),
-            tensor_scale=tensor_scale and tensor_scale(),
-            tensor_amax=amax,
-        )
+    def make(self, arrays: Iterable[Any], amax: Any) -> Quantized:
+        """A new one of these arrays, with this amax."""
+        if amax is not None and amax.shape != self.covered:
+            amax = amax.reshape(self.covered)
+        return assembled({**self.fields, **dict(zip(self.names, arrays, strict=True)), "tensor_amax": amax})
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
@@ -67,9 +64,8 @@ def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
 
 
 class Amax(NamedTuple):
-    """The amax that a call does not give: of `new` memory; found by a launch of its own, or (None) by that of the codes."""
+    """The amax that a call does not give: found by a launch of its own, or (None) by that of the codes."""
 
-    new: Callable[[], Any]
     launch: Launch | None
 
     def find(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
@@ -79,20 +75,20 @@ class Amax(NamedTuple):
             self.launch(x, memory.address(amax), stream=stream)
 
 
-def _amax(call: Call, work: Work, memory: Memory) -> Amax | None:
+def _amax(call: Call, work: Work) -> Amax | None:
     """Of a call; None where it gives the amax, or needs none."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
-    new = memory.maker((), FLOAT32, False)
     if work.finds_amax:
-        return Amax(new, None)
-    return Amax(new, launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
+        return Amax(None)
+    return Amax(launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
 _ADDRESSES = ("x", "packed", "scales", "tensor_scale", "column_packed", "column_scales", "column_tensor_scale", "tensor_amax",
               "amax_out", "values")  # fmt: skip
-_ROW, _COLUMN, _AMAX, _AMAX_OUT, _VALUES = (_ADDRESSES.index(name) for name in ("packed", "column_packed", *_ADDRESSES[-3:]))
+_AMAX, _AMAX_OUT, _VALUES = (_ADDRESSES.index(name) for name in _ADDRESSES[-3:])
+_OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # names of a Quantized's, along rows
 
 
 def _pick(arguments: Arguments) -> Callable[[list[int]], tuple[int, ...]]:
@@ -101,9 +97,17 @@ def _pick(arguments: Arguments) -> Callable[[list[int]], tuple[int, ...]]:
     return itemgetter(*(known.get(name, len(_ADDRESSES)) for name in (*arguments.pointers, *arguments.words)))
 
 
+def _places(result: Result | None, prefix: str = "") -> tuple[int, ...]:
+    """Where, among _ADDRESSES, those of a result's arrays are."""
+    return () if result is None else tuple(_ADDRESSES.index(prefix + _OF_PARTS[name]) for name in result.names)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both."""
+    """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
+
+    new: makes the arrays of row and column, and last the amax that is found; places: of their addresses.
+    """
 
     memory: Memory
     amax: Amax | None
@@ -111,37 +115,52 @@ class QuantizeCall:
     pick: Callable[[list[int]], tuple[int, ...]]
     row: Result | None
     column: Result | None
+    new: Callable[[], list[Any]]
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, row: Result | None, column: Result | None
+    ) -> QuantizeCall:
+        """By a launch, called with the addresses of these arguments."""
+        wanted = [new for result in (row, column) if result for new in result.wanted]
+        places = (*_places(row), *_places(column, "column_"))
+        if amax is not None:
+            wanted, places = [*wanted, _NEW_AMAX], (*places, _AMAX)
+        return cls(memory, amax, launch, _pick(arguments), row, column, memory.maker(wanted), places)
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        memory, row, column = self.memory, self.row, self.column
+        memory = self.memory
         address, stream = memory.address, memory.stream()
         addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+        arrays = self.new() if out is None else self._of(out)
+        for place, array in zip(self.places, arrays, strict=True):
+            addresses[place] = address(array)
         amax = given
         if self.amax is not None:
-            amax = self.amax.new() if out is None else out.tensor_amax
+            amax = arrays[-1]
             self.amax.find(memory, addresses[0], amax, stream)
-        if amax is not None:
-            addresses[_AMAX] = address(amax)
-            if out is not None and out.tensor_amax is not amax:  # by the kernel: a copy costs as much as a launch
+        elif given is not None:
+            addresses[_AMAX] = address(given)
+            if out is not None:  # by the kernel: a copy costs as much as a launch
                 target = address(out.tensor_amax)
                 addresses[_AMAX_OUT] = 0 if target == addresses[_AMAX] else target
-        first = None if row is None else row.make(amax) if out is None else out
-        second = None if column is None else column.make(amax) if out is None else out
-        if first is not None:
-            _put(addresses, _ROW, first, address)
-        if second is not None:
-            _put(addresses, _COLUMN, second, address)
         self.launch(*self.pick(addresses), stream=stream)
-        return second if first is None else first if second is None else (first, second)
+        return self._made(arrays, amax) if out is None else out
 
+    def _of(self, out: Quantized) -> list[Any]:
+        """Arrays of out in the place of new ones; out is never of both."""
+        names = (self.row or self.column).names  # type: ignore[union-attr]
+        return [getattr(out, name) for name in (names if self.amax is None else (*names, "tensor_amax"))]
 
-def _put(addresses: list[int], at: int, q: Quantized, address: Callable[[Any], int]) -> None:
-    """The addresses of codes, scales and tensor scale."""
-    addresses[at] = address(q.packed)
-    if q.block_scale is not None:
-        addresses[at + 1] = address(q.block_scale)
-    if q.tensor_scale is not None:
-        addresses[at + 2] = address(q.tensor_scale)
+    def _made(self, arrays: list[Any], amax: Any) -> Any:
+        made, start = [], 0
+        for result in (self.row, self.column):
+            if result is not None:
+                end = start + len(result.names)
+                made.append(result.make(arrays[start:end], amax))
+                start = end
+        return made[0] if len(made) == 1 else tuple(made)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -158,29 +177,35 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
         return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
-    memory = memory_of(x)
-    row = Result.of(call, last, memory) if both or not columns else None
-    column = Result.of(call, call.axis, memory) if columns else None
-    return QuantizeCall(memory, _amax(call, work, memory), found, _pick(way.arguments), row, column)
+    row = Result.of(call, last) if both or not columns else None
+    column = Result.of(call, call.axis) if columns else None
+    return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """fake_quantize of one matrix."""
+    """fake_quantize of one matrix; new: makes the values, and the amax where it is found."""
 
     memory: Memory
     amax: Amax | None
     launch: Launch
     pick: Callable[[list[int]], tuple[int, ...]]
-    new: Callable[[], Any]
+    new: Callable[[], list[Any]]
+
+    @classmethod
+    def of(cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New) -> FakeQuantizeCall:
+        """By a launch, called with the addresses of these arguments."""
+        new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
+        return cls(memory, amax, launch, _pick(arguments), new)
 
     def __call__(self, x: Any, given: Any) -> Any:
-        memory, values = self.memory, self.new()
+        memory = self.memory
+        values, *found = self.new()
         address, stream = memory.address, memory.stream()
         addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
         addresses[_VALUES] = address(values)
         if self.amax is not None:
-            given = self.amax.new()
+            (given,) = found
             self.amax.find(memory, addresses[0], given, stream)
         if given is not None:
             addresses[_AMAX] = address(given)
@@ -197,9 +222,7 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
-    memory = memory_of(x)
-    new = memory.maker(call.x.shape, call.x.dtype, False)
-    return FakeQuantizeCall(memory, _amax(call, work, memory), found, _pick(way.arguments), new)
+    return FakeQuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, New(call.x.shape, call.x.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,11 +231,11 @@ class DequantizeCall:
 
     memory: Memory
     launch: Launch
-    new: Callable[[], Any]
+    new: Callable[[], list[Any]]
 
     def __call__(self, q: Quantized, out: Any) -> Any:
         address, stream = self.memory.address, self.memory.stream()
-        values = self.new() if out is None else out
+        (values,) = self.new() if out is None else (out,)
         scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
         self.launch(
             address(q.packed),
@@ -236,29 +259,24 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     shape = values.size // values.shape[-1], values.shape[-1]
     found = launch.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
     memory = memory_of(like)
-    return DequantizeCall(memory, found, memory.maker(values.shape, values.dtype, False))
+    return DequantizeCall(memory, found, memory.maker([New(values.shape, values.dtype)]))
 
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """transpose or swizzle of a Quantized: other arrays of codes, of scales, and fields that differ."""
+    """transpose or swizzle of a Quantized: other arrays, by their names, and fields that differ."""
 
     memory: Memory
     launch: Launch
-    packed: Callable[[], Any] | None  # None: q's own codes
-    scales: Callable[[], Any]
+    names: tuple[str, ...]
+    new: Callable[[], list[Any]]
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
         address, stream = self.memory.address, self.memory.stream()
-        scales, source = self.scales(), address(q.block_scale)
-        if self.packed is None:
-            packed = q.packed
-            self.launch(source, address(scales), stream=stream)
-        else:
-            packed = self.packed()
-            self.launch(address(q.packed), source, address(packed), address(scales), stream=stream)
-        return assembled(**{**vars(q), **self.fields, "packed": packed, "block_scale": scales})
+        made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
+        self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
+        return assembled({**old, **self.fields, **made})
 
 
 def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
@@ -269,8 +287,8 @@ def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
     arrays = (q.packed, q.block_scale, q.recipe, q.scale_layout, result.packed, result.block_scale)
     found = transpose_launcher.launch_of(*arrays, (prod(lead), M, K))
     memory = memory_of(like)
-    packed, scales = (memory.maker(a.shape, UINT8, False) for a in (result.packed, result.block_scale))
-    return MoveCall(memory, found, packed, scales, {"axis": result.axis})
+    new = memory.maker([New(a.shape, UINT8) for a in (result.packed, result.block_scale)])
+    return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": result.axis})
 
 
 def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
@@ -280,8 +298,8 @@ def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
     *lead, R, C = q.scale_shape
     found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C))
     memory = memory_of(like)
-    scales = memory.maker(result.block_scale.shape, UINT8, False)
-    return MoveCall(memory, found, None, scales, {"scale_layout": result.scale_layout})
+    new = memory.maker([New(result.block_scale.shape, UINT8)])
+    return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": result.scale_layout})
 
 
 def _is_whole_here(*arrays: Any) -> bool:

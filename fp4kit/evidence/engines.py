@@ -12,10 +12,7 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 from fp4kit.ops.engines import specification
-from fp4kit.quantized import Quantized
-
-PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
-FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")
+from fp4kit.quantized import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from host.device_memory import MemoryPool, Stream, using_allocator, wait
+from host.device_memory import MemoryPointer, MemoryPool, Stream, alloc, using_allocator, wait
 
 DEVICES = 2
 MULTIPROCESSORS = 2  # few, so that the grid is smaller than the work
@@ -63,9 +63,11 @@ runtime = SimpleNamespace(
 )
 cuda = SimpleNamespace(
     Device=Device,
+    MemoryPointer=MemoryPointer,
     MemoryPool=MemoryPool,
     Stream=Stream,
     driver=SimpleNamespace(CUDADriverError=CUDADriverError),
+    alloc=lambda size: alloc(size, Device().id),
     get_current_stream=Stream,
     runtime=runtime,
     using_allocator=using_allocator,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from host.cuda_on_host import Device, cuda
-from host.device_memory import Memory, allocate, is_capturing, on_stream, wait
+from host.device_memory import Memory, MemoryPointer, allocate, is_capturing, on_stream, wait
 
 from fp4kit import interop
 
@@ -23,18 +23,6 @@ __all__ = ["cuda", "ndarray"]
 __version__ = "on the host"
 DLPACK_CUDA = 2
 rehearsing = False  # whether launches are only noted: libraries.py
-
-
-class MemoryPointer:
-    """cupy.cuda.MemoryPointer: `data` of an array."""
-
-    def __init__(self, memory: Memory, ptr: int, device: int) -> None:
-        self.mem, self.ptr, self.device_id = memory, ptr, device
-
-    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Fill bytes."""
-        start = self.ptr - self.mem.ptr
-        on_stream(lambda: self.mem.bytes[start : start + size].fill(value))
 
 
 # ---- the array ------------------------------------------------------------------------------------------------------------
@@ -49,9 +37,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     _memory: Memory
     device: Device
 
-    def __init__(self, shape: Any, dtype: Any = float, order: str = "C") -> None:
-        self._set(np.empty(0, dtype), allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize), Device())
-        self._host = self._memory.bytes.view(dtype).reshape(shape, order=order)
+    def __init__(self, shape: Any, dtype: Any = float, memptr: MemoryPointer | None = None, order: str = "C") -> None:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        memory = allocate(size) if memptr is None else memptr.mem
+        start = 0 if memptr is None else memptr.ptr - memory.ptr
+        self._set(memory.bytes[start : start + size].view(dtype).reshape(shape, order=order), memory, Device())
 
     def _set(self, host: np.ndarray, memory: Memory, device: Device) -> ndarray:
         self._host, self._memory, self.device = host, memory, device

@@ -98,6 +98,27 @@ def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
         _allocators.pop()
 
 
+class MemoryPointer:
+    """cupy.cuda.MemoryPointer: `data` of an array, or an allocation."""
+
+    def __init__(self, memory: Memory, ptr: int, device: int) -> None:
+        self.mem, self.ptr, self.device_id = memory, ptr, device
+
+    def memset_async(self, value: int, size: int, stream: Any = None) -> None:
+        """Fill bytes."""
+        start = self.ptr - self.mem.ptr
+        on_stream(lambda: self.mem.bytes[start : start + size].fill(value))
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr + offset, self.device_id)
+
+
+def alloc(size: int, device: int) -> MemoryPointer:
+    """cupy.cuda.alloc on a device."""
+    memory = allocate(size)
+    return MemoryPointer(memory, memory.ptr, device)
+
+
 # ---- streams and graphs ---------------------------------------------------------------------------------------------------
 
 
