@@ -121,7 +121,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     Time: a quantize of the sample, or of a small x, for each recipe and for each amax that its tensor scale leaves open, and one
         of the whole for those that are proved; the variations take three more for each recipe on PROBE elements, and on the whole
         for those that fit there.
-    What is on a GPU is copied to the host, which waits for the device. Of 2 * SAMPLE elements and more, all bytes are proved on it.
+    What is on a GPU is copied to the host, which waits for it; of 2 * SAMPLE elements and more, all bytes are proved on the GPU.
     Returns Identification; print it for the verdict and a table. Raises ValueError if the shapes differ; TypeError as quantize.
 
     >>> import fp4kit, numpy as np
