@@ -330,9 +330,9 @@ class Quantized:
 
 
 def assembled(fields: dict[str, Any]) -> Quantized:
-    """A Quantized of what an engine made as it must be: nothing is checked, and the dict is its own from now on."""
+    """A Quantized of what an engine made as it must be: nothing is checked."""
     q = object.__new__(Quantized)
-    object.__setattr__(q, "__dict__", fields)
+    q.__dict__.update(fields)
     return q
 
 

@@ -76,9 +76,12 @@ def test_both_ways(monkeypatch, recipe, layout, given):
     options = {"scale_layout": layout}
     if given and expected[0].tensor_amax is not None:
         options["tensor_amax"] = cupy.asarray(expected[0].tensor_amax)
-    fp4kit.quantize_both(cupy.asarray(first), recipe, **options)
+    full = fp4kit.quantize_both(cupy.asarray(first), recipe, **options)
     forbid(monkeypatch, "quantize_both", "quantize")
-    for a, b in zip(fp4kit.quantize_both(cupy.asarray(second), recipe, **options), expected, strict=True):
+    prepared = fp4kit.quantize_both(cupy.asarray(second), recipe, **options)
+    for row, column in (full, prepared):
+        assert row.tensor_scale is column.tensor_scale and row.tensor_amax is column.tensor_amax
+    for a, b in zip(prepared, expected, strict=True):
         assert_same(a, b)
 
 

@@ -65,7 +65,10 @@ class Launched:
 
 def quantize_call(recipe, arguments, row, column, amax):
     launch, on = Launched((*arguments.pointers, *arguments.words)), prepared.memory_of(tensor())
-    results = (prepared.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in ((1, row), (0, column)))
+    results = (
+        prepared.Result.of(call_of(recipe, axis), axis, has_scale=axis == 1 or not row) if wanted else None
+        for axis, wanted in ((1, row), (0, column))
+    )
     return prepared.QuantizeCall.of(on, amax, launch, arguments, *results)
 
 
@@ -113,7 +116,9 @@ def test_columns_and_both(row):
     found = call(x, None, None)
     first, column = found if row else (None, found)
     wanted = {"x": x.data_ptr(), "tensor_amax": column.tensor_amax.data_ptr()} | addresses(column, "column_")
-    wanted |= addresses(first) if row else {}
+    if row:
+        wanted |= addresses(first)
+        assert first.tensor_scale is column.tensor_scale and wanted.pop("column_tensor_scale")
     assert call.launch.only() == wanted
     assert column.axis == 0 and column.packed.shape == (256, 32) and (not row or first.tensor_amax is column.tensor_amax)
 

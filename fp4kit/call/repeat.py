@@ -30,16 +30,17 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
     arrays: of NumPy or CuPy, or tensors of PyTorch on CUDA, Quantized of them, or None for an array that is not given; any others
     make a call without a key. others: all other arguments that a check depends on.
     """
-    x, *rest = arrays
-    kind = type(x.packed if type(x) is Quantized else x)
+    x = arrays[0]
+    own = type(x)
+    kind = type(x.packed) if own is Quantized else own
     if x is None or (kind is np.ndarray and by_specification.get()):
         return None, None
     try:
         facts = _numpy_facts if kind is np.ndarray else _cupy_facts if kind.__module__ == "cupy" else torch_arrays.facts()
-        known = _facts(x, facts) if type(x) is Quantized else facts(x)
-        found = [None if a is None else _facts(a, facts) for a in rest]
         where = None if kind is np.ndarray else interop.cupy().cuda.runtime.getDevice()
-        key = (op, where, known, *found, *others, *map(type, others))
+        known = _facts(x, facts) if own is Quantized else facts(x)
+        rest = tuple([None if a is None else _facts(a, facts) for a in arrays[1:]])
+        key = (op, where, known, rest, others, tuple(map(type, others)))
         found = _CALLS.get(key, _UNKNOWN)
         return (key, None) if found is _UNKNOWN else (key if found else None, found)
     except (AttributeError, TypeError, RuntimeError):  # no such array, one without memory, or an argument without a hash

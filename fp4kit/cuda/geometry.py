@@ -99,25 +99,22 @@ class Launch:
         except IndexError:
             slot = _Slot.of(self._layout.size)
         self._layout.pack_into(slot.memory, 0, *values, *self._sizes)
-        if stream is None:
-            self._function(self._grid, self._block, (slot.struct,))
-        else:
-            self._launch_by_driver(slot, stream)
+        if stream is None or not self._by_driver(slot, stream):
+            self._function(self._grid, self._block, (slot.struct,), **({} if stream is None else {"stream": stream}))
         self._free.append(slot)
 
-    def _launch_by_driver(self, slot: _Slot, stream: Any) -> None:
-        """Without what CuPy's call does for arguments of any kind; by that call where a thread has no context yet."""
+    def _by_driver(self, slot: _Slot, stream: Any) -> bool:
+        """Without what CuPy's call does for arguments of any kind; False where a thread has no context yet."""
         if self._handle is None:
             self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
-        (blocks,), (threads,) = self._grid, self._block
-        if self._handle:
-            driver = interop.cupy().cuda.driver
-            try:
-                driver.launchKernel(self._handle, blocks, 1, 1, threads, 1, 1, 0, stream.ptr, slot.parameters, 0)
-                return
-            except driver.CUDADriverError:
-                pass
-        self._function(self._grid, self._block, (slot.struct,), stream=stream)
+        if not self._handle:
+            return False
+        driver = interop.cupy().cuda.driver
+        try:
+            driver.launchKernel(self._handle, self._grid[0], 1, 1, self._block[0], 1, 1, 0, stream.ptr, slot.parameters, 0)
+        except driver.CUDADriverError:
+            return False
+        return True
 
 
 def address(array: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -54,22 +55,20 @@ def _cupy_memory() -> Memory:
 
 def _cupy_maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
     """Small arrays share an allocation: that takes half of the host's time for an array."""
-    cupy, places, end = interop.cupy(), [], 0
-    for shape, dtype, zeros in wanted:
-        size = prod(shape) * dtype.itemsize
-        places.append((shape, dtype, end, size if zeros else 0))
-        end += -(-size // _APART) * _APART
-    if len(wanted) == 1 or end > _SHARED:
+    cupy = interop.cupy()
+    sizes = [-(-prod(shape) * dtype.itemsize // _APART) * _APART for shape, dtype, _ in wanted]
+    if len(wanted) == 1 or sum(sizes) > _SHARED:
         make = [partial(cupy.zeros if zeros else cupy.ndarray, shape, dtype) for shape, dtype, zeros in wanted]
         return lambda: [new() for new in make]
-    allocate, array = cupy.cuda.alloc, cupy.ndarray
+    places = [(new.shape, new.dtype, start) for new, start in zip(wanted, accumulate(sizes, initial=0), strict=False)]
+    cleared = [i for i, new in enumerate(wanted) if new.zeros]
+    allocate, array, size = cupy.cuda.alloc, cupy.ndarray, sum(sizes)
 
     def shared() -> list[Any]:
-        memory = allocate(end)
-        made = [array(shape, dtype, memory + start) for shape, dtype, start, _ in places]
-        for new, (*_, zeros) in zip(made, places, strict=True):
-            if zeros:
-                new.data.memset_async(0, zeros)
+        memory = allocate(size)
+        made = [array(shape, dtype, memory + start) for shape, dtype, start in places]
+        for i in cleared:
+            made[i].data.memset_async(0, made[i].nbytes)
         return made
 
     return shared

@@ -6,7 +6,7 @@ of PyTorch: then their memory is PyTorch's, and launches go to its current strea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
@@ -38,8 +38,8 @@ class Result(NamedTuple):
     covered: tuple[int, ...]
 
     @classmethod
-    def of(cls, call: Call, axis: int) -> Result:
-        """Of a call, with blocks along an axis."""
+    def of(cls, call: Call, axis: int, has_scale: bool = True) -> Result:
+        """Of a call, with blocks along an axis; has_scale: whether the tensor scale, if there is one, is its own."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -47,15 +47,19 @@ class Result(NamedTuple):
         wanted = {"packed": New(packed, UINT8)}
         if scales is not None:
             wanted["block_scale"] = New(scales, UINT8, zeros=call.layout != "linear")
-        if r.tensor_scaling != "none":
+        if has_scale and r.tensor_scaling != "none":
             wanted["tensor_scale"] = New(covered, FLOAT32)
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), covered)
 
-    def make(self, arrays: Iterable[Any], amax: Any) -> Quantized:
-        """A new one of these arrays, with this amax."""
+    def make(self, arrays: list[Any], amax: Any) -> Quantized:
+        """A new one of these arrays, or of as many of the first as it wants, with this amax."""
         if amax is not None and amax.shape != self.covered:
             amax = amax.reshape(self.covered)
-        return assembled({**self.fields, **dict(zip(self.names, arrays, strict=True)), "tensor_amax": amax})
+        q = assembled(self.fields)
+        parts = q.__dict__
+        parts.update(zip(self.names, arrays))  # noqa: B905 - further ones are of the columns
+        parts["tensor_amax"] = amax
+        return q
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
@@ -85,28 +89,26 @@ def _amax(call: Call, work: Work) -> Amax | None:
     return Amax(launch.amax_launch(x.dtype, launch.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
 
 
-_ADDRESSES = ("x", "packed", "scales", "tensor_scale", "column_packed", "column_scales", "column_tensor_scale", "tensor_amax",
-              "amax_out", "values")  # fmt: skip
-_AMAX, _AMAX_OUT, _VALUES = (_ADDRESSES.index(name) for name in _ADDRESSES[-3:])
-_OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # names of a Quantized's, along rows
+_OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # a Quantized's, as kernels name them
+_GIVEN = ("tensor_amax", "amax_out", "")  # addresses that follow those of x and of new arrays; "": 0
 
 
-def _pick(arguments: Arguments) -> Callable[[list[int]], tuple[int, ...]]:
-    """What takes, for each argument of a kernel before the sizes, its address from those of _ADDRESSES; one further is 0."""
-    known = {name: i for i, name in enumerate(_ADDRESSES)}
-    return itemgetter(*(known.get(name, len(_ADDRESSES)) for name in (*arguments.pointers, *arguments.words)))
+def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
+    """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of _GIVEN."""
+    known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}  # an amax that is new, not a given one
+    return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
-def _places(result: Result | None, prefix: str = "") -> tuple[int, ...]:
-    """Where, among _ADDRESSES, those of a result's arrays are."""
-    return () if result is None else tuple(_ADDRESSES.index(prefix + _OF_PARTS[name]) for name in result.names)
+def _names(result: Result | None, prefix: str = "") -> tuple[str, ...]:
+    """The arrays of a result, as kernels name them."""
+    return () if result is None else tuple(prefix + _OF_PARTS[name] for name in result.names)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
     """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
 
-    new: makes the arrays of row and column, and last the amax that is found; places: of their addresses.
+    new: makes the arrays of row and column, and last the amax that is found.
     """
 
     memory: Memory
@@ -116,7 +118,6 @@ class QuantizeCall:
     row: Result | None
     column: Result | None
     new: Callable[[], list[Any]]
-    places: tuple[int, ...]
 
     @classmethod
     def of(
@@ -124,27 +125,25 @@ class QuantizeCall:
     ) -> QuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         wanted = [new for result in (row, column) if result for new in result.wanted]
-        places = (*_places(row), *_places(column, "column_"))
+        names = (*_names(row), *_names(column, "column_"))
         if amax is not None:
-            wanted, places = [*wanted, _NEW_AMAX], (*places, _AMAX)
-        return cls(memory, amax, launch, _pick(arguments), row, column, memory.maker(wanted), places)
+            wanted, names = [*wanted, _NEW_AMAX], (*names, "tensor_amax")
+        return cls(memory, amax, launch, _pick(arguments, names), row, column, memory.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
         memory = self.memory
         address, stream = memory.address, memory.stream()
-        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
         arrays = self.new() if out is None else self._of(out)
-        for place, array in zip(self.places, arrays, strict=True):
-            addresses[place] = address(array)
+        addresses = [address(x), *map(address, arrays), 0, 0, 0]
         amax = given
         if self.amax is not None:
             amax = arrays[-1]
             self.amax.find(memory, addresses[0], amax, stream)
         elif given is not None:
-            addresses[_AMAX] = address(given)
-            if out is not None:  # by the kernel: a copy costs as much as a launch
+            addresses[-3] = address(given)
+            if out is not None and out.tensor_amax is not given:  # by the kernel: a copy costs as much as a launch
                 target = address(out.tensor_amax)
-                addresses[_AMAX_OUT] = 0 if target == addresses[_AMAX] else target
+                addresses[-2] = 0 if target == addresses[-3] else target
         self.launch(*self.pick(addresses), stream=stream)
         return self._made(arrays, amax) if out is None else out
 
@@ -154,13 +153,12 @@ class QuantizeCall:
         return [getattr(out, name) for name in (names if self.amax is None else (*names, "tensor_amax"))]
 
     def _made(self, arrays: list[Any], amax: Any) -> Any:
-        made, start = [], 0
-        for result in (self.row, self.column):
-            if result is not None:
-                end = start + len(result.names)
-                made.append(result.make(arrays[start:end], amax))
-                start = end
-        return made[0] if len(made) == 1 else tuple(made)
+        first, second = self.row, self.column
+        if first is None or second is None:
+            return (first or second).make(arrays, amax)  # type: ignore[union-attr]
+        row, column = first.make(arrays, amax), second.make(arrays[len(first.names) :], amax)
+        column.__dict__["tensor_scale"] = row.tensor_scale
+        return row, column
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -178,7 +176,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
     row = Result.of(call, last) if both or not columns else None
-    column = Result.of(call, call.axis) if columns else None
+    column = Result.of(call, call.axis, has_scale=not both) if columns else None
     return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
 
 
@@ -196,21 +194,18 @@ class FakeQuantizeCall:
     def of(cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New) -> FakeQuantizeCall:
         """By a launch, called with the addresses of these arguments."""
         new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
-        return cls(memory, amax, launch, _pick(arguments), new)
+        return cls(memory, amax, launch, _pick(arguments, ("values",) if amax is None else ("values", "tensor_amax")), new)
 
     def __call__(self, x: Any, given: Any) -> Any:
-        memory = self.memory
-        values, *found = self.new()
+        memory, arrays = self.memory, self.new()
         address, stream = memory.address, memory.stream()
-        addresses = [address(x), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
-        addresses[_VALUES] = address(values)
+        addresses = [address(x), *map(address, arrays), 0, 0, 0]
         if self.amax is not None:
-            (given,) = found
-            self.amax.find(memory, addresses[0], given, stream)
-        if given is not None:
-            addresses[_AMAX] = address(given)
+            self.amax.find(memory, addresses[0], arrays[1], stream)
+        elif given is not None:
+            addresses[-3] = address(given)
         self.launch(*self.pick(addresses), stream=stream)
-        return values
+        return arrays[0]
 
 
 def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:

@@ -12,7 +12,7 @@ from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
 from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
 from fp4kit.cuda.ways import Work, find, way_of
-from fp4kit.quantized import Quantized
+from fp4kit.quantized import Quantized, assembled
 from fp4kit.reference.scaling import tensor_scale
 
 
@@ -48,7 +48,8 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
         x = interop.cupy().ascontiguousarray(row.x)
         work = finding(row._replace(mask=column.mask), work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
-        q_row, q_column = allocate(row, amax), allocate(column, amax)
+        q_row = allocate(row, amax)
+        q_column = assembled(vars(allocate(column, amax)) | {"tensor_scale": q_row.tensor_scale})  # one scale, as one amax
         launch(column, work, x, amax, q_row, q_column)
     return q_row, q_column
 
@@ -67,8 +68,9 @@ def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, col
     if row is not None:
         arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
     if column is not None:
-        parts = {"column_packed": column.packed, "column_scales": column.block_scale, "column_tensor_scale": column.tensor_scale}
-        arrays = arrays._replace(**parts)
+        arrays = arrays._replace(column_packed=column.packed, column_scales=column.block_scale)
+        if row is None:
+            arrays = arrays._replace(column_tensor_scale=column.tensor_scale)
     for matrix, part in split(call, work, arrays):
         quantize_matrix(matrix, part, seed)
     return None
