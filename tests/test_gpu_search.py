@@ -14,7 +14,7 @@ from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from powers import POWERS as POWERS_OF_ERRORS
-from powers import errors
+from powers import errors, nearly_equal
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
@@ -222,6 +222,12 @@ def test_powers_that_leave_the_range(objective) -> None:
     """Losses of no error, and infinite ones."""
     for size in (1e-12, 1e-3, 1, 1e6, 1e30):
         check((finite(np.float32) * np.float32(size)).astype(np.float32), objective=objective, candidates="near")
+
+
+@pytest.mark.parametrize("p", [2.4, *exhaustive([3])])
+def test_powers_that_are_nearly_equal(p) -> None:
+    x, weights = nearly_equal(p, 1000)
+    check(x, tensor_amax=4.0, weights=weights, candidates=(0, 1), objective=f"p{p}")
 
 
 def test_bits_of_powers() -> None:
@@ -462,6 +468,20 @@ def test_order_of_sums_of_amaxes() -> None:
         options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": weights}
         check(x, "int8-modelopt", **options)
         found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
+    assert set(found) == {127.0, 254.0}
+
+
+@pytest.mark.parametrize("p", [2.4, *exhaustive([1.5, 3])])
+def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
+    """0.75 loses 0.25 under a step of 1 and 0.75 under 2; 127 + u loses u under 1, being beyond 127, and 1 - u under 2."""
+    found = []
+    for u in np.linspace(0.625, 1.875, 6):
+        ratio = np.float32((0.75**p - 0.25**p) / (u**p - abs(1 - u) ** p))
+        for weight in (np.nextafter(ratio, np.float32(0)), ratio, np.nextafter(ratio, np.float32(9))):
+            x, weights = np.float32([[0.75, 127 + u]]), np.float32([1, weight])
+            options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": weights, "objective": f"p{p}"}
+            check(x, "int8-modelopt", **options)
+            found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
     assert set(found) == {127.0, 254.0}
 
 
