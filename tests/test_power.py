@@ -21,7 +21,8 @@ def test_near_the_number_itself(p) -> None:
     """By decimal numbers of 40 digits."""
     n, d = int(p), errors()[::37]
     d = d[(d > 1e-18) & (d < 1e18)]
-    with localcontext(prec=40):
+    with localcontext() as context:
+        context.prec = 40
         exact = [Decimal(x) ** Decimal(p) for x in d.tolist()]
         error = np.array([float(abs(Decimal(y) / x - 1)) for x, y in zip(exact, power(d, p).tolist(), strict=True)])
     assert len(d) > 100 and (error <= (n + 4 + 2 * abs((p - n) * np.log2(d))) * 2.0**-53).all()
