@@ -51,6 +51,7 @@ def searches(name: str, x: np.ndarray) -> Iterator[object]:
     if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
         yield fp4kit.search_scales(x, name)
         yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")
+        yield from (fp4kit.search_scales(x[:5], name, tensor_amax=3, objective=objective) for objective in ("p2.4", "mae", "max"))
         yield fp4kit.search_scales(x[:5], name, hessian=np.tile(np.eye(16) - 0.1, (x.shape[1] // 16, 1, 1)))
 
 

@@ -10,6 +10,7 @@ from engine_cases import NEEDS_ENGINE, VIEWS, agree, assert_equal, shrink_units,
 from exhaustive import exhaustive, half, sampled
 from hypothesis import strategies as st
 from inputs import BF16, extreme, ordinary
+from powers import nearly_equal
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
@@ -25,6 +26,7 @@ FOUR_OVER_SIX, SEARCHING = "nvfp4-modelopt-static-4over6", "nvfp4-modelopt-mse"
 RNG = np.random.default_rng(1)
 WEIGHTS = (RNG.random(64) ** 4 * 10).astype(np.float32)
 GAPS = np.where(np.arange(64) % 3, WEIGHTS, 0)
+TALL = replace(RECIPES[STATIC], id="tall", block=(16, 16))
 SIDES = {"": {}, "weights": {"weights": WEIGHTS}, "weights with zeros": {"weights": GAPS}, "hessian": {"hessian": hessians(64)}}
 
 
@@ -88,6 +90,30 @@ def test_blocks_of_several_rows(rows):
         for side in SIDES.values():
             for candidates in ("all", "near"):
                 agree(fp4kit.search_scales, x, r, tensor_amax=4.0, candidates=candidates, **side)
+
+
+OBJECTIVES = ("p2.4", "mae", "max", "p3", "p16", "p1.0001")
+
+
+@pytest.mark.parametrize("objective", half(OBJECTIVES))
+@pytest.mark.parametrize("side", ["", "weights with zeros"])
+def test_objectives(objective, side, monkeypatch):
+    """By the library; of losses that are zero, infinite or NaN, and of blocks of several rows."""
+    given = SIDES[side] | {"objective": objective}
+    for dtype, amax in ((np.float32, 4.0), (BF16, 1e-12), (np.float16, 0.03)):
+        agree(fp4kit.search_scales, searched_blocks(dtype)[:64], STATIC, tensor_amax=amax, **given)
+    agree(fp4kit.search_scales, (finite(np.float32)[:32] * np.float32(1e30)), FOUR_OVER_SIX, candidates="near", **given)
+    agree(fp4kit.search_scales, searched_blocks(np.float32)[:43], TALL, tensor_amax=4.0, **given)
+    monkeypatch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
+    fp4kit.search_scales(finite(BF16), STATIC, **given)
+
+
+@pytest.mark.parametrize("p", half([2.4, 3, 7.5]))
+def test_losses_that_are_nearly_equal(p):
+    x, weights = nearly_equal(p, 1000)
+    for objective in (f"p{p}", "mae"):
+        found = agree(fp4kit.search_scales, x, STATIC, tensor_amax=4.0, weights=weights, candidates=(0, 1), objective=objective)
+        assert len(np.unique(found)) > 50
 
 
 def test_experts_and_both_axes():
@@ -203,15 +229,17 @@ FORMS = {
     rows=st.integers(1, 40), blocks=st.integers(1, 9), log_amax=st.floats(-60, 60), log_size=st.floats(-12, 3),
     recipe=st.sampled_from([STATIC, FOUR_OVER_SIX]),
     candidates=st.one_of(st.sampled_from(["all", "near"]), st.tuples(st.integers(-130, 0), st.integers(0, 130))),
-    side=st.sampled_from(["", "", "weights", "hessian"]),
+    side=st.sampled_from(["", "", "weights", "hessian"]), objective=st.sampled_from(["mse", "mse", *OBJECTIVES]),
 )  # fmt: skip
-def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe, candidates, side):
+def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe, candidates, side, objective):
     rng = np.random.default_rng(seed)
     top = float(np.clip(2.0**log_amax, 1e-7, 6e4)) if dtype == np.float16 else 2.0**log_amax
     with np.errstate(over="ignore"):
         x = (FORMS[form](rng, (rows, 16 * blocks)) * top * 2.0**log_size).astype(dtype)
     given = {"weights": rng.random(16 * blocks) * 2.0 ** rng.integers(-9, 9), "hessian": hessians(16 * blocks, seed)}
-    agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **({side: given[side]} if side else {}))
+    options = {side: given[side]} if side else {}
+    options |= {} if side == "hessian" else {"objective": objective}
+    agree(fp4kit.search_scales, x, recipe, tensor_amax=top, candidates=candidates, **options)
 
 
 # ---- a recipe with a search ----------------------------------------------------------------------------------------------------

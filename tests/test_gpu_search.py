@@ -9,9 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import by_default, exhaustive
+from host.cases_search import put_powers
 from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
+from powers import POWERS as POWERS_OF_ERRORS
+from powers import errors, nearly_equal
 from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
@@ -22,6 +25,7 @@ from fp4kit.evidence.engines import Engine
 from fp4kit.evidence.selftest import recorded
 from fp4kit.formats import E2M1, E2M3
 from fp4kit.recipes import RECIPES
+from fp4kit.reference.power import power
 
 pytestmark = ON_GPU
 
@@ -193,7 +197,10 @@ def test_blocks_of_several_rows(rows, side, dtype) -> None:
     check(finite(dtype, 2)[:64].reshape(2, 32, 64), TALL[rows], axis=1, **of_32)
 
 
-OBJECTIVES = [("mae", np.float32, "weights"), ("mae", BF16, "plain"), ("max", BF16, "weights"), ("max", np.float16, "plain")]
+OBJECTIVES = [
+    ("mae", np.float32, "weights"), ("mae", BF16, "plain"), ("max", BF16, "weights"), ("max", np.float16, "plain"),
+    ("p2.4", np.float32, "weights"), ("p3", BF16, "plain"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
@@ -208,6 +215,29 @@ def test_objectives(objective, dtype, side) -> None:
 
 def test_objective_of_two_names() -> None:
     check(finite(BF16), objective="p1")
+
+
+@pytest.mark.parametrize("objective", ["p1.0001", "p16"])
+def test_powers_that_leave_the_range(objective) -> None:
+    """Losses of no error, and infinite ones."""
+    for size in (1e-12, 1e-3, 1, 1e6, 1e30):
+        check((finite(np.float32) * np.float32(size)).astype(np.float32), objective=objective, candidates="near")
+
+
+@pytest.mark.parametrize("p", [2.4, *exhaustive([3])])
+def test_powers_that_are_nearly_equal(p) -> None:
+    x, weights = nearly_equal(p, 1000)
+    check(x, tensor_amax=4.0, weights=weights, candidates=(0, 1), objective=f"p{p}")
+
+
+def test_bits_of_powers() -> None:
+    """Not of the scales that they choose alone."""
+    d = errors()
+    for p in POWERS_OF_ERRORS:
+        out = cupy.zeros(d.shape, np.float64)
+        put_powers(cupy.asarray(d), out, p)
+        with np.errstate(all="ignore"):
+            assert differing(out, power(d, p)) == 0
 
 
 @pytest.mark.parametrize("amax_nan", ["ignore", "lanes"])
@@ -232,12 +262,6 @@ def test_arrays_at_any_address() -> None:
             assert differing(found, fp4kit.search_scales(x, r, **side)) == 0
 
 
-def test_powers_of_errors_are_refused() -> None:
-    text = "^search_scales: no CUDA kernel has the objective 'p2.4', NumPy's power of float64; needs 'mse', 'mae' or 'max'; "
-    with pytest.raises(NotImplementedError, match=text):
-        fp4kit.search_scales(cupy.asarray(searched_blocks(np.float32)), STATIC, objective="p2.4")
-
-
 # ---- powers of two ------------------------------------------------------------------------------------------------------------
 
 MX = ("mxfp4-ocp", "mxfp8-te", "mxfp4-torchao-even", "mxfp4-gguf", "mxfp6-torchao-floor-e2m3", "mxfp4-flashinfer")
@@ -256,7 +280,7 @@ def test_powers_of_two(recipe) -> None:
     check(finite(BF16), r, objective="max", weights=WEIGHTS)
 
 
-@pytest.mark.parametrize("objective", ["mse", "mae", "max"])
+@pytest.mark.parametrize("objective", ["mse", "mae", "max", "p2.4"])
 def test_objectives_of_powers(objective) -> None:
     for dtype in (np.float32, np.float16):
         check(finite(dtype), "mxfp4-ocp", objective=objective, weights=WEIGHTS)
@@ -269,6 +293,7 @@ def test_powers_of_other_blocks(columns) -> None:
     for axis in (0, 1):
         check(np.moveaxis(x, 1, axis), r, axis=axis, weights=np.resize(WEIGHTS, 384))
     check(x.reshape(2, 20, 384), r, objective="mae")
+    check(x.reshape(2, 20, 384), r, objective="p3.5")
 
 
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
@@ -425,7 +450,7 @@ def test_amaxes(recipe) -> None:
     check(x[:0], recipe)
 
 
-@pytest.mark.parametrize("objective", ["mae", "max"])
+@pytest.mark.parametrize("objective", ["mae", "max", "p2.4", "p3"])
 @pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16])])
 def test_objectives_of_amaxes(objective, dtype) -> None:
     for recipe, weights in (("fp8-modelopt", None), ("int8-modelopt", WEIGHTS)):
@@ -446,14 +471,23 @@ def test_order_of_sums_of_amaxes() -> None:
     assert set(found) == {127.0, 254.0}
 
 
+@pytest.mark.parametrize("p", [2.4, *exhaustive([1.5, 3])])
+def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
+    """0.75 loses 0.25 under a step of 1 and 0.75 under 2; 127 + u loses u under 1, being beyond 127, and 1 - u under 2."""
+    found = []
+    for u in np.linspace(0.625, 1.875, 6):
+        ratio = np.float32((0.75**p - 0.25**p) / (u**p - abs(1 - u) ** p))
+        for weight in (np.nextafter(ratio, np.float32(0)), ratio, np.nextafter(ratio, np.float32(9))):
+            x, weights = np.float32([[0.75, 127 + u]]), np.float32([1, weight])
+            options = {"tensor_amax": 127.0, "candidates": (1.0, 2.0, 1.0), "weights": weights, "objective": f"p{p}"}
+            check(x, "int8-modelopt", **options)
+            found.append(float(fp4kit.search_scales(x, "int8-modelopt", **options)))
+    assert set(found) == {127.0, 254.0}
+
+
 def test_many_multiples_in_parts(monkeypatch) -> None:
     """Losses of few multiples fit into memory at a time; the first of equals stays, and of rows without any below infinity."""
     monkeypatch.setattr(search_amaxes, "MOST_LOSSES", 200)
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
         check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))
         check(np.zeros((40, 16), np.float32), recipe)
-
-
-def test_amaxes_of_other_powers_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"^search_scales: no CUDA kernel has the objective 'p3', NumPy's"):
-        fp4kit.search_scales(cupy.zeros((2, 16), np.float32), "fp8-modelopt", objective="p3")

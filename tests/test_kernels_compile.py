@@ -18,7 +18,7 @@ from host.cases_layouts import Pack, Swizzle, Transpose
 from host.cases_partial import GroupedTranspose, Partial
 from host.cases_patch import Patch
 from host.cases_scales import WithScales
-from host.cases_search import AMAXES, GroupedSearch, Multiples, Search
+from host.cases_search import AMAXES, GroupedSearch, Multiples, Power, Search
 from host.cases_search import KINDS as SEARCHES
 from host.harness import Instantiation, recorded
 from inputs import BF16
@@ -79,6 +79,7 @@ KINDS = [
     Multiples(RECIPES["nvfp4-auto-round-opt"], BF16),
     Multiples(RECIPES["mxfp4-auto-round-opt"], F32, TE_SIGN_MASK),
     *AMAXES,
+    Power(),
     Swizzle("swizzled_8x4", "linear"),
     Pack(),
     GroupedTranspose(RECIPES["nvfp4-te-2d"], ((32, 64), (16, 48))),

@@ -64,8 +64,8 @@ class Search(NamedTuple):
 
     @property
     def is_swept(self) -> bool:
-        """Whether E4M3 scales are searched by squares."""
-        return self.terms.grid is None and not self.has_powers and self.terms.power == 2
+        """Whether E4M3 scales are searched."""
+        return self.terms.grid is None and not self.has_powers
 
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, wanted: Wanted) -> Search:

@@ -171,7 +171,7 @@ def search_scales(search: Search) -> np.ndarray:
     """reference.engine.search_scales."""
     functions()
     if not search.is_swept:
-        raise Declined("the specification has searches by other objectives, of powers of two and of amaxes")
+        raise Declined("the specification has searches of powers of two and of amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     matrix.check_array(search.call.x)
     return reference.search_scales(search, _MATRICES)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,6 +87,7 @@ class SearchCall(ctypes.Structure):
         ("out_step", c_int64),
         ("unproven", c_void_p),
         *((name, c_int64) for name in ("height", "width", "lower", "upper")),
+        ("power", c_double),
         ("tensor_amax", c_float),
         *((name, c_int32) for name in ("input", "rule", "block_rows", "bounded", "threads")),
     ]

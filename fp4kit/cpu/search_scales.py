@@ -19,7 +19,7 @@ from fp4kit.reference import search as searches
 from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
-COST, HESSIAN_COST = 16, 256  # of the time that codes of an element take, about
+COST, SWEEP_COST, POWER_COST = 16, 256, 1024  # of the time that codes of an element take, about
 
 
 @np.errstate(all="ignore")
@@ -31,7 +31,8 @@ def search_matrix(
     bounded: by bounds, where those hold; else all of them have.
     """
     r, terms = search.call.recipe, search.terms
-    cost = COST if terms.hessian is None else HESSIAN_COST
+    plain = terms.power in (1, 2, np.inf)
+    cost = (COST if terms.power == 2 and terms.hessian is None else SWEEP_COST) if plain else POWER_COST
     rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
     by_code = _candidates(np.float32(amax.reshape(())), r, terms)
     counted = np.zeros(1, np.uint64) if unproven is None else unproven
@@ -42,7 +43,7 @@ def search_matrix(
         hessian = None if terms.hessian is None else terms.hessian[blocks]
         call = SearchCall(
             source(cut), *map(address, by_code), address(weights), address(hessian), address(out[rows, blocks]),
-            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, lower, upper,
+            out.strides[0] // out.itemsize, address(counted), shape.height, shape.width, lower, upper, terms.power,
             float(amax.reshape(())), INPUTS[x.dtype], rule, r.block_rows, bounded, threads_for(cut.size * cost),
         )  # fmt: skip
         functions().fp4kit_search(ctypes.byref(call))

@@ -214,7 +214,7 @@ class Draw:
     def search(self, options: Options, r: Recipe) -> Options:
         """The same with what is searched."""
         by_hessian = r.scale == E4M3 and self.often(0.3)
-        objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4"))
+        objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
         return replace(options, objective=objective, columns=columns, candidates=self.pick(("", "", "near", "some")))
 

@@ -58,20 +58,19 @@ def search_scales(
     Raises TypeError for another dtype; ValueError for another objective, one beside a Hessian that is not "mse", a recipe that is
         none of those, a length that is no multiple of 16, weights or a Hessian of another shape, with NaN, infinite or (weights)
         negative values, a Hessian that is not symmetric within 1e-5 of its largest value, both at once, other candidates;
-        NotImplementedError for what has no CUDA kernel: powers other than 1 and 2, E8M0 scales of blocks that are no multiple of
-        16 columns.
+        NotImplementedError for what has no CUDA kernel: E8M0 scales of blocks that are no multiple of 16 columns.
         Weights and Hessians on a GPU are not looked at, since that would wait.
     Numerics: float32, one rounding an operation, in the order of the source's kernels: x / scale(c) by the GPU's approximate
         division (div.full.f32), x - q * scale(c) and sums of squares by fma, sums in a tree. Ties of x / scale(c) go to even
         codes; above 6 it is 6. Losses that are equal after rounding count as equal: the least c wins. A scale(c) that underflows
         to 0 counts as 1. A block with NaN or infinity, or whose losses all overflow, has no least one and takes the first
         candidate; of E8M0 scales its own amax. What is made of an amax that is NaN is NaN, which quantize refuses. Of a tensor
-        of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are NumPy's of float64, rounded to float32: where that is
-        computed otherwise, a loss may differ in its last bit.
+        of zeros all amaxes are 0; -0 is 0. Powers other than 1 and 2 are fp4kit's own, in float64 of +, -, *, / and bits alone,
+        rounded to float32 (of block scales): the same on every machine, within (20 + 2 |log2 d|) 2^-53 of d^p.
     Exact: the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a Hessian. Weights,
         "near", scale_max 256 and other objectives follow the same arithmetic; the source has none of them there.
     Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, torch/quantization/calib/mse.py MseCalibrator
-        (the multiples and the choice); in NumPy: fp4kit.reference.search_scales, search_amaxes.
+        (the multiples and the choice); in NumPy: fp4kit.reference.search_scales, search_amaxes, power.
 
     >>> import fp4kit, numpy as np
     >>> x = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)

@@ -14,6 +14,7 @@ import numpy as np
 
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search, Terms
+from fp4kit.reference.power import power
 
 CHUNK = 1 << 18  # elements at a time
 
@@ -58,7 +59,7 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
     step = max(CHUNK // x.shape[-1], 1)
     for first in range(0, len(rows), step):
         d = np.abs(rows[first : first + step].astype(np.float64) - made[first : first + step])
-        powers = d if terms.power == np.inf else d**terms.power
+        powers = d if terms.power == np.inf else power(d, terms.power)
         found[first : first + step] = _joined(powers if terms.weights is None else terms.weights * powers, terms.power)
     return found
 

@@ -14,6 +14,7 @@ from fp4kit.reference.arith import ONE, divide_full, fma
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
+from fp4kit.reference.power import power as raised
 from fp4kit.reference.scaling import tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # E4M3 above 0
@@ -119,9 +120,9 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """sum of weight * d^power of d >= 0 over the last axis, or its largest weight * d, in the order of squared.
 
-    The power is NumPy's of float64, rounded to float32; the product with the weight and each sum are rounded once. No producer's.
+    A power is that of reference/power.py, rounded to float32; the product with the weight and each sum are rounded once.
     """
-    terms = d if power in (1, np.inf) else np.power(d.astype(np.float64), power).astype(np.float32)
+    terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
     terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)
     total = terms[..., 1]
     for i in (0, 2, 3):

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from host.harness import DeviceArray
+from powers import POWERS, errors
 from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import PLAIN, Terms
 from fp4kit.call.search_scales import Search as SearchCall
+from fp4kit.cuda import loader
 from fp4kit.cuda.engine import search_amaxes
+from fp4kit.cuda.engine.search_amaxes import bits_of
 from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.engine.search_scales import search_group, search_matrix
+from fp4kit.cuda.geometry import THREADS, Launch, address, grid
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
 from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.reference.power import power
 from fp4kit.reference.search import search_matrix as specified
 from fp4kit.reference.search_amaxes import multiples
 
@@ -39,6 +46,9 @@ KINDS: dict[str, tuple[Recipe, Terms]] = {  # the pruned searches, then those of
     "max": (SQUARE, Terms(power=np.inf)),
     "powers": (RECIPES["mxfp4-ocp"], Terms(weights=SIDES["weights"])),
     "powers mae": (RECIPES["mxfp8-te"], Terms(power=1, offsets=(-3, 4))),
+    "p2.4": (STATIC_RECIPE, Terms(power=2.4, weights=SIDES["weights"])),
+    "square p3": (SQUARE, Terms(power=3.0, offsets=(-8, 8))),
+    "powers p1.5": (RECIPES["mxfp8-te"], Terms(power=1.5, weights=SIDES["weights"])),
 }
 
 
@@ -142,7 +152,32 @@ class Amaxes:
             yield f"search of {self}", out.array, engine.search_scales(SearchCall(call, terms))
 
 
+@dataclass(frozen=True)
+class Power:
+    """What losses of powers are made of, alone."""
+
+    def __str__(self) -> str:
+        return "power"
+
+    def run(self) -> Iterator[Result]:
+        d = errors()
+        for p in POWERS:
+            out = DeviceArray.output(d.shape, np.float64)
+            put_powers(DeviceArray(d), out, p)
+            with np.errstate(all="ignore"):
+                yield f"{p}", out.array, power(d, p)
+
+
+def put_powers(d: Any, out: Any, p: float) -> None:
+    """d^p by the header of the kernels, into out: float64."""
+    text = '#include "power.cuh"\n' + Path(__file__).with_name("power.cu").read_text()
+    fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
+    function = loader.function(text, "power_kernel", d.device.id)
+    Launch(function, grid(-(-d.size // THREADS), d.device.id), fields, d.size, bits_of(p))(address(d), address(out))
+
+
 AMAXES = (
     Amaxes(RECIPES["fp8-modelopt"], np.dtype(np.float32), Terms(weights=SIDES["weights"])),
     Amaxes(RECIPES["int8-modelopt-channel"], np.dtype(np.float16), Terms(power=np.inf)),
+    Amaxes(RECIPES["fp8-modelopt-channel"], np.dtype(np.float32), Terms(power=1.5, weights=SIDES["weights"])),
 )

@@ -100,6 +100,8 @@ void host_launch(void (*kernel)(Arguments), const Arguments& arguments, unsigned
 // ---- what kernels call ------------------------------------------------------------------------------------------------
 
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
+inline long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
+inline double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 
 // As CUDA's: NaN of any kind gives way to a number, which a signaling one does not in the C library; -0 is less than +0.

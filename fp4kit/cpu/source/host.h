@@ -14,6 +14,8 @@ static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};  // named b
 
 static __forceinline__ unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
 static __forceinline__ float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+static __forceinline__ long long __double_as_longlong(double x) { return __builtin_bit_cast(long long, x); }
+static __forceinline__ double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
 
 static __forceinline__ int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
 

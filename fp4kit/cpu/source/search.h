@@ -2,13 +2,13 @@
 // side. The first of equals wins; where no loss is below infinity, the first of all.
 #pragma once
 
-#include "near.h"
+#include "losses.h"
 #include "tables.h"
 #include "units.h"
 
 // A search. candidates: 128 of each, by code. weights, hessian: of the columns, or nullptr. rule: of the code of a block's own amax under
 // tensor_amax; lower, upper: codes beside it that are candidates; rule -1: all are. out: an amax a block, in each of its rows. unproven: how
-// many blocks had all candidates tried; bounded 0: each of them has.
+// many blocks had all candidates tried; bounded 0: each of them has. power: of errors in a loss, 2, 1, infinity (the largest) or another.
 struct SearchCall {
   Source x;
   Candidates candidates;
@@ -17,60 +17,12 @@ struct SearchCall {
   i64 out_step;
   u64* unproven;
   i64 height, width, lower, upper;
+  double power;
   float tensor_amax;
   i32 input, rule, block_rows, bounded, threads;
 };
 
 namespace {
-
-// The elements of a row of a block, infinities and NaN too.
-template <class In, class Bits = typename Input<In>::Bits>
-void put_row(const Bits* x, float* __restrict out) {
-  for (int j = 0; j < kSearched; ++j) {
-    const Bits bits = x[j];
-    out[j] = Input<In>::value(bits);
-    if constexpr (std::is_same_v<In, Float16>) {
-      const u32 others = static_cast<u32>(bits & 0x8000u) << 16 | kInfinityBits | static_cast<u32>(bits & 0x3FFu) << 13;
-      out[j] = (bits & Input<In>::kMagnitude) < Input<In>::kInfinity ? out[j] : float_of(others);
-    }
-  }
-}
-
-// sum of (w) d^2 of a row of a block, under every candidate.
-template <bool kWeighted>
-__attribute__((noinline)) void put_squares(const float* row, const float* weights, const Candidates& all, float* __restrict losses) {
-  Sixteen<kWeighted> same;
-  for (int j = 0; j < kSearched; ++j)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      same.a[j][lane] = magnitude_of(row[j]);
-      if constexpr (kWeighted) same.w[j][lane] = weights[j];
-    }
-  for (int code = 0; code < kCandidates; code += kLanes) put_losses<true>(same, all.scales + code, all.reciprocals + code, losses + code);
-}
-
-// d^T H d of a row of a block under sixteen candidates: d^T H by fma, then pairs, the second first, then folded.
-__attribute__((noinline)) void put_quadratic(const float* row, const float* hessian, const float* scales, const float* reciprocals, float* __restrict losses) {
-  float d[kSearched][kLanes], pairs[kSearched / 2][kLanes];
-  for (int j = 0; j < kSearched; ++j)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const float left = left_of<true>(magnitude_of(row[j]), {scales[lane], reciprocals[lane]}, moved_by(scales[lane]));
-      d[j][lane] = row[j] >= 0.0f ? left : -left;
-    }
-  for (int j = 0; j < kSearched; j += 2)
-    for (int lane = 0; lane < kLanes; ++lane) {
-      float even = 0.0f, odd = 0.0f;
-      FP4KIT_UNROLL
-      for (int i = 0; i < kSearched; ++i) {
-        even = fma_rn(d[i][lane], hessian[i * kSearched + j], even);
-        odd = fma_rn(d[i][lane], hessian[i * kSearched + j + 1], odd);
-      }
-      pairs[j / 2][lane] = fma_rn(d[j][lane], even, d[j + 1][lane] * odd);
-    }
-  for (int half = kSearched / 4; half; half /= 2)
-    for (int i = 0; i < half; ++i)
-      for (int lane = 0; lane < kLanes; ++lane) pairs[i][lane] += pairs[i + half][lane];
-  std::memcpy(losses, pairs[0], sizeof pairs[0]);
-}
 
 // A block of a unit: its row of blocks, and its place there.
 struct Place {
@@ -86,7 +38,8 @@ template <class In>
 struct Searcher {
   using Bits = typename Input<In>::Bits;
   const SearchCall& call;
-  const bool bounded = call.bounded && !call.hessian && call.block_rows == 1 && call.candidates.ordinary();
+  const Objective objective = objective_of(call.power == 1.0, call.power > 0x1p1023, call.power != 2.0);
+  const bool bounded = call.bounded && objective == Objective::squares && !call.hessian && call.block_rows == 1 && call.candidates.ordinary();
 
   // The codes that sixteen blocks may have.
   void put_spans(const float* amax, u32* low, u32* high) const {
@@ -103,8 +56,19 @@ struct Searcher {
 
   const float* weights_at(const Part& part, const Place& at) const { return call.weights + part.column + at.block * kSearched; }
 
+  template <Objective kObjective>
+  void put_others_of(const float* row, const Part& part, const Place& at, float* losses) const {
+    const Candidates& all = call.candidates;
+    const float* weights = call.weights ? weights_at(part, at) : nullptr;
+    const auto put = weights ? put_others<kObjective, true> : put_others<kObjective, false>;
+    for (int code = 0; code < kCandidates; code += kLanes) put(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
+  }
+
   void put_losses_of(const float* row, const Part& part, const Place& at, float* losses) const {
     const Candidates& all = call.candidates;
+    if (objective == Objective::magnitudes) return put_others_of<Objective::magnitudes>(row, part, at, losses);
+    if (objective == Objective::largest) return put_others_of<Objective::largest>(row, part, at, losses);
+    if (objective == Objective::powers) return put_others_of<Objective::powers>(row, part, at, losses);
     if (call.weights) return put_squares<true>(row, weights_at(part, at), all, losses);
     if (!call.hessian) return put_squares<false>(row, nullptr, all, losses);
     const float* hessian = call.hessian + (part.column + at.block * kSearched) * kSearched;
@@ -118,7 +82,8 @@ struct Searcher {
     for (i64 i = 0; i < rows; ++i) {
       put_row<In>(x.data + (at.row + i) * x.step + at.block * kSearched, row);
       put_losses_of(row, part, at, i ? losses : total);
-      for (int code = 0; i && code < kCandidates; ++code) total[code] += losses[code];
+      for (int code = 0; i && code < kCandidates; ++code)
+        total[code] = objective == Objective::largest ? joined<Objective::largest>(total[code], losses[code]) : total[code] + losses[code];
     }
     u32 found = low;
     for (u32 code = low; code <= high; ++code)

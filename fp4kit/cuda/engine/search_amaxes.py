@@ -19,7 +19,8 @@ from fp4kit.recipes.schema import decoding
 from fp4kit.reference.search_amaxes import multiples
 
 _POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
-_SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "rows_of_amax", "first", "count")])
+_SIZES = ("rows", "columns", "rows_of_amax", "first", "count")
+_SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in _SIZES] + [("power", "f8")])
 MOST_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
 
 
@@ -45,16 +46,27 @@ def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factor
     most = min(max(MOST_LOSSES // rows, 1), factors.size)
     losses, least = cupy.empty((rows, most), np.float64), cupy.empty(amaxes.shape, np.float64)
     arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))
-    rule = (r, x.dtype, terms.weights is not None, terms.power)
+    rule = (r, x.dtype, terms.weights is not None, *objective_of(terms.power).items())
     for first in range(0, factors.size, most):
-        sizes = (rows, columns, rows // amaxes.size, first, min(most, factors.size - first))
-        blocks = -(-rows * sizes[-1] // THREADS), -(-amaxes.size * 32 // THREADS)
+        count = min(most, factors.size - first)
+        sizes = (rows, columns, rows // amaxes.size, first, count, bits_of(terms.power))
+        blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
         for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
-            Launch(_function(kernel, *rule, device), grid(work, device), _SEARCH, *sizes)(*arrays)
+            Launch(_function(kernel, *rule, device=device), grid(work, device), _SEARCH, *sizes)(*arrays)
+
+
+def objective_of(power: float) -> dict[str, bool]:
+    """What a loss adds; none of these: squares."""
+    return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
+
+
+def bits_of(power: float) -> int:
+    """A float64 among the numbers of a launch."""
+    return int(np.float64(power).view(np.uint64))
 
 
 @cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, power: float, device: int) -> Any:
-    loss = {"kWeighted": weighted, "kMagnitudes": power == 1, "kLargest": power == np.inf, "kOwn": r.fake_rule is not None}
+def _function(kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int) -> Any:
+    loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation("search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss)
     return loader.function(source, kernel, device)

@@ -17,7 +17,7 @@ from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, 
 from fp4kit.cuda import grouped, loader
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
-from fp4kit.cuda.engine.search_amaxes import search_amaxes
+from fp4kit.cuda.engine.search_amaxes import bits_of, objective_of, search_amaxes
 from fp4kit.cuda.engine.search_factors import prepared, search_factors
 from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
 from fp4kit.cuda.limits import check_formats
@@ -31,8 +31,8 @@ from fp4kit.reference.search import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
+_SWEEP = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL = (-WIDEST, WIDEST)
-_POWERS = (2, 1, np.inf)  # of errors in a loss
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
 WIDEST_BLOCK = 1024  # columns of a block in a sweep
@@ -72,9 +72,6 @@ def searched_matrices(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tupl
 def check_searched(search: Search) -> None:
     """Raise Declined for what no kernel searches."""
     r, terms = search.call.recipe, search.terms
-    if terms.power not in _POWERS:
-        needed = "needs 'mse', 'mae' or 'max'"
-        raise Declined(f"no CUDA kernel has the objective 'p{terms.power:g}', NumPy's power of float64; {needed}; {_ON_THE_CPU}")
     if search.has_powers or terms.grid is not None:
         check_formats(r)
     if search.has_powers and (r.block_size % RUN or r.block_size > WIDEST_BLOCK):
@@ -93,7 +90,8 @@ def search_matrix(
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
     weighted, of_columns = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
-    if not _is_pruned(r, terms):
+    pruned = _is_pruned(r, terms)
+    if not pruned:
         function = _function("search_sweep", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
@@ -105,7 +103,8 @@ def search_matrix(
         strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
         blocks = columns // RUN * strips
     offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
-    launch = Launch(function, blocks, _SEARCH, rows, columns, *(end & _WORD for end in offsets))
+    sizes = (rows, columns, *(end & _WORD for end in offsets))
+    launch = Launch(function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))))
     launch(*map(address, (x, amax, of_columns, out, unproven)))
 
 
@@ -115,9 +114,8 @@ def _is_pruned(r: Recipe, terms: Terms) -> bool:
 
 
 def _loss(terms: Terms) -> dict[str, bool]:
-    """What a sweep's loss is, none of these for squares; kFromFloor: whether E8M0 scales are those around the floor."""
-    loss = {"kHessian": terms.hessian is not None, "kMagnitudes": terms.power == 1, "kLargest": terms.power == np.inf}
-    return loss | {"kFromFloor": terms.offsets is None}
+    """What a sweep's loss is; kFromFloor: whether E8M0 scales are those around the floor."""
+    return {"kHessian": terms.hessian is not None, **objective_of(terms.power), "kFromFloor": terms.offsets is None}
 
 
 def searched(call: Call) -> Call:

@@ -16,6 +16,7 @@ struct Arguments {
   double* least;             // of each amax, of the multiples up to there
   float* out;                // of each amax, the amax times the multiple of that loss
   i64 rows, columns, rows_of_amax, first, count;
+  double power;  // of |d| in a loss of powers
 };
 
 // What elements become under an amax: the values of their codes.
@@ -49,8 +50,9 @@ FP4KIT_DEVICE double joined(double a, double b) {
 
 // The loss of an element, of which y is left.
 template <Objective kObjective, bool kWeighted>
-FP4KIT_DEVICE double loss_of_element(double y, const float* weight) {
-  const double size = y < 0.0 ? -y : y, term = kObjective == Objective::squares ? size * size : size;
+FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
+  const double size = y < 0.0 ? -y : y;
+  const double term = kObjective == Objective::powers ? power_of(size, power) : kObjective == Objective::squares ? size * size : size;
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
@@ -64,7 +66,7 @@ FP4KIT_DEVICE void put_row_losses(const Arguments& a) {
     for (i64 j = 0; j < a.columns; ++j) {
       const float element = In::widen(x[j]);
       const double left = static_cast<double>(element) - static_cast<double>(values.of(element));
-      const double loss = loss_of_element<kObjective, kWeighted>(left, a.weights + j);
+      const double loss = loss_of_element<kObjective, kWeighted>(left, a.weights + j, a.power);
       total = j == 0 ? loss : joined<kObjective>(total, loss);
     }
     a.losses[i] = total;
@@ -105,7 +107,7 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
   }
 }
 
-constexpr Objective kObjective = kLargest ? Objective::largest : kMagnitudes ? Objective::magnitudes : Objective::squares;
+constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(Arguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);

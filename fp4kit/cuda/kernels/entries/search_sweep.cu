@@ -2,7 +2,7 @@
 #include "search_sweep.cuh"
 
 template <class R, class In, class Set, Objective kObjective, bool kAligned, bool kWeighted>
-FP4KIT_DEVICE void search_sweep(const SearchArguments& a) {
+FP4KIT_DEVICE void search_sweep(const SweepArguments& a) {
   constexpr u32 kLanes = Set::kLanes;
   __shared__ typename Set::Shared shared;
   Set set = Set::make(a, shared);
@@ -28,8 +28,8 @@ template <class R, class In, bool kHessian, bool kFromFloor>
 struct SetOf<R, In, kHessian, kFromFloor, true> { using Type = ScalePowers<R, In, kFromFloor>; };
 
 using Set = SetOf<R, Input, kHessian, kFromFloor, R::Scale::kMantissaBits == 0>::Type;
-constexpr Objective kObjective = kHessian ? Objective::hessian : kLargest ? Objective::largest : kMagnitudes ? Objective::magnitudes : Objective::squares;
+constexpr Objective kObjective = kHessian ? Objective::hessian : objective_of(kMagnitudes, kLargest, kPowers);
 
-extern "C" __global__ void __launch_bounds__(kThreads) search_sweep_kernel(SearchArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) search_sweep_kernel(SweepArguments a) {
   search_sweep<R, Input, Set, kObjective, kAligned, kWeighted>(a);
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "convert.cuh"
+#include "power.cuh"
 
 constexpr int kSearched = 16;         // elements of a block
 constexpr u32 kLastCandidate = 126u;  // E4M3 codes 1 ... 126
@@ -49,8 +50,11 @@ FP4KIT_DEVICE float add_square(const Searched<kWeighted>& block, int i, float d,
   return fma_rn(d, d, sum);
 }
 
-// What a loss is: the sum of (w) d^2 or of (w) |d|, the largest (w) |d|, or d^T H d.
-enum class Objective { squares, magnitudes, largest, hessian };
+// What a loss is: the sum of (w) d^2 or of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d.
+enum class Objective { squares, magnitudes, largest, powers, hessian };
+FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
+  return largest ? Objective::largest : magnitudes ? Objective::magnitudes : powers ? Objective::powers : Objective::squares;
+}
 
 // Losses of two parts together. The larger one is NaN where one is.
 template <Objective kObjective>
@@ -59,7 +63,14 @@ FP4KIT_DEVICE float joined(float a, float b) {
   return a + b;
 }
 
-// The loss of four neighbours, i their first: the second one first, and then the others in their order.
+// What is left of an element, raised to the power of a loss where that is none of the others.
+template <Objective kObjective>
+FP4KIT_DEVICE float raised(float d, double power) {
+  if constexpr (kObjective == Objective::powers) return static_cast<float>(power_of(static_cast<double>(magnitude_of(d)), power));
+  return d;
+}
+
+// The loss of four neighbours, i their first: the second one first, and then the others in their order. Of powers, d is raised already.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const Searched<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {

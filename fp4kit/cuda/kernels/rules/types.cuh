@@ -26,6 +26,8 @@ constexpr u32 kInfinityBits = 0x7F800000u;
 
 FP4KIT_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 FP4KIT_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+FP4KIT_DEVICE u64 double_bits_of(double x) { return static_cast<u64>(__double_as_longlong(x)); }
+FP4KIT_DEVICE double double_of(u64 bits) { return __longlong_as_double(static_cast<i64>(bits)); }
 FP4KIT_DEVICE bool is_nan(float x) { return (bits_of(x) & 0x7FFFFFFFu) > kInfinityBits; }
 FP4KIT_DEVICE bool is_finite(float x) { return (bits_of(x) & 0x7FFFFFFFu) < kInfinityBits; }
 FP4KIT_DEVICE float magnitude_of(float x) { return float_of(bits_of(x) & 0x7FFFFFFFu); }

@@ -12,6 +12,11 @@
 #include "exact.cuh"
 #include "search_hessian.cuh"
 
+// power: of |d| in a loss of powers.
+struct SweepArguments : SearchArguments {
+  double power;
+};
+
 // A candidate and its loss; of equal losses, the first candidate.
 struct Found {
   float loss;
@@ -109,10 +114,19 @@ FP4KIT_DEVICE void left_of_run(const Set& set, const typename Set::Trial& trial,
   for (int i = 0; i < kSearched; ++i) d[i] = set.left(run.a[i], trial);
 }
 
+// Of sixteen differences, what a loss adds of them. The code of a power is long, and there once.
+template <Objective kObjective>
+FP4KIT_DEVICE void raise_run(float (&d)[kSearched], double power) {
+  if constexpr (kObjective == Objective::powers) {
+#pragma unroll 1
+    for (int i = 0; i < kSearched; ++i) d[i] = raised<kObjective>(d[i], power);
+  }
+}
+
 // The loss of a row of a block by each of its elements: load(j, run) gives those from the j-th on, and their weights. Of four neighbours
 // each, whose halves are joined until one is left; the one in the middle of an odd number waits.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of_row(const Set& set, const typename Set::Trial& trial, const Load& load) {
+FP4KIT_DEVICE float loss_of_row(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, const Load& load) {
   constexpr int kFours = R::kBlock / 4, kUnroll = R::kBlock > 64 ? 1 : R::kBlock / kSearched;
   float sums[kFours];
 #pragma unroll kUnroll
@@ -121,6 +135,7 @@ FP4KIT_DEVICE float loss_of_row(const Set& set, const typename Set::Trial& trial
     float d[kSearched];
     load(j, run);
     left_of_run(set, trial, run, d);
+    raise_run<kObjective>(d, a.power);
 #pragma unroll
     for (int i = 0; i < kSearched; i += 4) {
       const float four[4] = {d[i], d[i + 1], d[i + 2], d[i + 3]};
@@ -137,7 +152,7 @@ FP4KIT_DEVICE float loss_of_row(const Set& set, const typename Set::Trial& trial
 
 // The same, or by the Hessian of the block's columns.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
-FP4KIT_DEVICE float loss_of(const SearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block, const Load& load) {
+FP4KIT_DEVICE float loss_of(const SweepArguments& a, const Set& set, const typename Set::Trial& trial, i64 block, const Load& load) {
   if constexpr (kObjective == Objective::hessian) {
     Searched<kWeighted> run;
     float d[kSearched];
@@ -145,13 +160,13 @@ FP4KIT_DEVICE float loss_of(const SearchArguments& a, const Set& set, const type
     left_of_run(set, trial, run, d);
     return quadratic_loss(d, reinterpret_cast<const Hessian*>(a.of_columns)[block]);
   } else {
-    return loss_of_row<R, kObjective, kWeighted>(set, trial, load);
+    return loss_of_row<R, kObjective, kWeighted>(a, set, trial, load);
   }
 }
 
 // The first candidate of least loss of the block whose first element is x, of `rows` rows, by kLanes neighbouring threads.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
-FP4KIT_DEVICE Found sweep(const SearchArguments& a, Set& set, i64 block, const typename In::Bits* x, int rows) {
+FP4KIT_DEVICE Found sweep(const SweepArguments& a, Set& set, i64 block, const typename In::Bits* x, int rows) {
   const auto load = [&](int i, int j, float(&run)[kSearched]) { load_run<In, kSearched, kAligned>(x + i * a.columns + j, run); };
   set.begin(exact_amax<R, kSearched>(rows, load));
   Found best = {float_of(kInfinityBits), set.first};

@@ -1,0 +1,56 @@
+// d^p of errors, in float64, of +, -, *, / (each rounded once) and bits: reference/power.py, operation by operation.
+#pragma once
+
+#include "types.cuh"
+
+// c[0] + c[1] x + c[2] x^2 + ..., from the last coefficient on.
+template <int kTerms>
+FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
+  double sum = c[kTerms - 1];
+FP4KIT_UNROLL
+  for (int i = kTerms - 2; i >= 0; --i) sum = sum * x + c[i];
+  return sum;
+}
+
+// e + 2 / ln 2 * atanh((m - 1) / (m + 1)) of d = m 2^e >= 0, m in [sqrt(1/2), sqrt 2); finite, of 0, infinity and NaN too. What is
+// done with bits has no sign, and an integer becomes a double by them: processors without more make vectors of it.
+FP4KIT_DEVICE double log2_in_float64(double d) {
+  constexpr u64 kSqrtHalf = 0x3FE6A09E667F3BCDu, kBias = 1024u, kWhole = 0x433ull << 52;  // bits of 2^52
+  constexpr double k = 0x1.71547652b82fep+1;
+  constexpr double kAtanh[] = {k, k / 3.0, k / 5.0, k / 7.0, k / 9.0, k / 11.0, k / 13.0, k / 15.0, k / 17.0, k / 19.0};
+  const u64 bits = double_bits_of(d), biased = (bits + (kBias << 52) - kSqrtHalf) >> 52;
+  const double e = double_of(kWhole | biased) - (0x1p52 + kBias), m = double_of(bits + (kBias << 52) - (biased << 52)), f = (m - 1.0) / (m + 1.0);
+  return e + f * polynomial(kAtanh, f * f);
+}
+
+// 2^k e^((t - k) ln 2), k the integer nearest to t, of -1023 (whose 2^k is 0 here) ... 1024 (infinity).
+FP4KIT_DEVICE double exp2_in_float64(double t) {
+  constexpr double kLn2 = 0x1.62e42fefa39efp-1, kWhole = 0x1.8p52;  // a number near it has the integer in its last bits
+  constexpr double kExp[] = {1.0,          1.0,           1.0 / 2.0,      1.0 / 6.0,       1.0 / 24.0,       1.0 / 120.0,       1.0 / 720.0,
+                             1.0 / 5040.0, 1.0 / 40320.0, 1.0 / 362880.0, 1.0 / 3628800.0, 1.0 / 39916800.0, 1.0 / 479001600.0, 1.0 / 6227020800.0};
+  const double near = t + kWhole, k = near - kWhole;
+  const double scale = double_of((double_bits_of(near) - double_bits_of(kWhole) + 1023u) << 52);
+  return polynomial(kExp, (t - k) * kLn2) * scale;
+}
+
+// Each d becomes d^n 2^((p - n) log2 d), n = floor(p); it is 0 or a normal number above, infinite or NaN; 1 <= p < 32.
+template <int kCount>
+FP4KIT_DEVICE void raise(double (&d)[kCount], double p) {
+  const u32 n = static_cast<u32>(p);
+  const double fraction = p - static_cast<double>(n);
+  double found[kCount];
+  for (int i = 0; i < kCount; ++i) found[i] = d[i];
+  for (u32 digit = 1u << (31 - __clz(n)) >> 1; digit; digit >>= 1) {
+    for (int i = 0; i < kCount; ++i) found[i] = found[i] * found[i];
+    for (int i = 0; n & digit && i < kCount; ++i) found[i] = found[i] * d[i];
+  }
+  for (int i = 0; fraction != 0.0 && i < kCount; ++i) found[i] = found[i] * exp2_in_float64(fraction * log2_in_float64(d[i]));
+  for (int i = 0; i < kCount; ++i) d[i] = found[i];
+}
+
+// The same of one.
+FP4KIT_DEVICE double power_of(double d, double p) {
+  double one[1] = {d};
+  raise(one, p);
+  return one[0];
+}
