@@ -14,7 +14,7 @@ from rows import element_bytes, quantized_bytes
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 
-RECIPE, SEARCHED = "nvfp4-modelopt-static", "nvfp4-modelopt-mse"
+RECIPE, SEARCHED, EXPONENTS = "nvfp4-modelopt-static", "nvfp4-modelopt-mse", "mxfp4-ocp"
 TALL = (8192, 4096)
 AMAXES = {"amaxes": Fraction(4, 16)}
 SWEEP = "modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep"
@@ -42,7 +42,7 @@ def hessians(bench: Bench, columns: int) -> Any:
 
 
 def run(bench: Bench) -> None:
-    """All candidates in two sizes, near ones, weights, a Hessian; then codes."""
+    """All candidates in two sizes, near ones, weights, a Hessian, other objectives; exponents; then codes."""
     traffic = element_bytes(x=BF16) | AMAXES
     for dtype, shape in ((BF16, (bench.size, bench.size)), (BF16, TALL), (F32, TALL), (F16, TALL)):
         x = bench.normal(dtype, shape)
@@ -57,10 +57,14 @@ def run(bench: Bench) -> None:
     weights = bench.cupy.asarray(np.random.default_rng(2).random(columns, np.float32))
     hessian = hessians(bench, columns)
     kinds: dict[str, Any] = {"near": {"candidates": "near"}, "weights": {"weights": weights}, "Hessian": {"hessian": hessian}}
+    kinds |= {objective: {"objective": objective} for objective in ("mae", "p2.4")}
     for name, options in kinds.items():
         search = lambda options=options: fp4kit.search_scales(x, RECIPE, tensor_amax=amax, **options)  # noqa: E731
         others = sweep(bench, x, amax, search(), hessian) if "hessian" in options else {}
         bench.row(f"search, {name}", RECIPE, x, traffic, search, peers=others)
+    for objective in ("mse", "p2.4"):
+        search = lambda o=objective: fp4kit.search_scales(x, EXPONENTS, objective=o)  # noqa: E731
+        bench.row(f"search of exponents, {objective}", EXPONENTS, x, element_bytes(x=BF16) | {"amaxes": Fraction(4, 32)}, search)
     x = bench.normal(BF16)
     q = fp4kit.quantize(x, SEARCHED)
     check_quantized(q, x)
