@@ -84,11 +84,12 @@ class Launch:
     fields: dtype of the struct of arguments, all of 8 bytes. threads: of a block.
     """
 
-    __slots__ = ("_block", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
+    __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
 
     def __init__(self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
-        self._handle: int | None = None  # the driver's, known when it is first wanted
+        self._handle: int | None = None  # the driver's, and the driver: known when it is first wanted
+        self._driver: Any = None
         self._layout = Struct(f"{len(fields.names or ())}Q")
         self._free: list[_Slot] = []  # memory that no thread is using, since the driver copied it
 
@@ -107,9 +108,10 @@ class Launch:
         """Without what CuPy's call does for arguments of any kind; False where a thread has no context yet."""
         if self._handle is None:
             self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
-        if not self._handle:
+            self._driver = interop.cupy().cuda.driver if self._handle else None
+        driver = self._driver
+        if driver is None:
             return False
-        driver = interop.cupy().cuda.driver
         try:
             driver.launchKernel(self._handle, self._grid[0], 1, 1, self._block[0], 1, 1, 0, stream.ptr, slot.parameters, 0)
         except driver.CUDADriverError:
