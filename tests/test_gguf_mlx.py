@@ -13,11 +13,11 @@ import pytest
 from inputs import BF16
 
 import fp4kit
+from fp4kit.evidence.recorded_bytes import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.schema import decoding
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode, first_of_least
 from fp4kit.reference.dequantize import dequantize_tile
@@ -25,7 +25,6 @@ from fp4kit.reference.scaling import ONE, TensorScale
 
 NONE = TensorScale(ONE, ONE, ONE)
 F32 = np.dtype(np.float32)
-DTYPES = {"dequant": np.float32, "dequant_bf16": BF16, "dequant_f16": np.float16}
 
 
 def blocks_of(amaxes, name, dtype=np.float32):
@@ -51,45 +50,17 @@ def same_values(a, b):
 # ---- decoders, and bytes of files -----------------------------------------------------------------------------------------
 
 
-def all_bytes(name, dtype):
-    """Values of all element codes under all scale codes."""
-    r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
-    length = max(count, r.block_size)
-    codes = np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8)
-    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
-    with np.errstate(all="ignore"):
-        return dequantize_tile(codes, scales, decoding(r, np.dtype(dtype)), NONE)[:, :count].astype(dtype)
-
-
-def recorded_bytes(golden, file, variant, part):
-    found = golden.get(file, f"all_bytes/{variant}/{part}")
-    return found.view(BF16) if part == "dequant_bf16" else found
-
-
-DECODED = [("mxfp4-gguf", "dequant"), ("nvfp4-gguf", "dequant")]
-DECODED += [(f"{name}-mlx-cpu", "dequant") for name in ("mxfp4", "nvfp4", "mxfp8")]
-DECODED += [(f"{name}-mlx-cpu", part) for name in ("mxfp4", "nvfp4") for part in ("dequant_bf16", "dequant_f16")]
-
-
-@pytest.mark.parametrize(("name", "part"), DECODED)
-def test_values_of_all_bytes(name, part, golden):
-    variant, file = name.split("-")[:2]
-    assert same_values(all_bytes(name, DTYPES[part]), recorded_bytes(golden, file, variant, part)).all()
-
-
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
 def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
     """Scales are rounded to float16 first: inf from 2^16 on, 0 below 2^-24. A value rounded once would be another."""
     r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
-    codes = np.broadcast_to(np.arange(max(count, 32)) % count, (256, max(count, 32))).astype(np.uint8)
-    packed = fp4kit.pack(codes) if r.is_packed else codes
-    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], codes.shape[1] // 32, axis=1)
-    q = fp4kit.Quantized(packed, scales, None, None, codes.shape, np.dtype(np.float16), -1, r)
+    q = all_bytes(r, np.dtype(np.float16))
     found = fp4kit.dequantize(q)[:, :count]
     if name == "mxfp4-mlx-cpu":  # whose zeros are those of the other one, too
-        assert same_values(found, recorded_bytes(golden, "mlx", "mxfp4", "dequant_f16")).all()
+        assert same_values(found, golden.get("mlx", "all_bytes/mxfp4/dequant_f16")).all()
+    codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     with np.errstate(all="ignore"):
-        once = dequantize_tile(codes, scales, replace(r, decode_rule="e8m0_mlx"), NONE)[:, :count].astype(np.float16)
+        once = dequantize_tile(codes, q.block_scale, replace(r, decode_rule="e8m0_mlx"), NONE)[:, :count].astype(np.float16)
     beyond = np.flatnonzero(~same_values(found, once).all(axis=1))
     assert {100, 101, 102, 143, 254} <= set(beyond.tolist()) and not set(range(103, 143)) & set(beyond.tolist())
 

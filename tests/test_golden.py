@@ -134,6 +134,8 @@ def test_one_flipped_byte_is_one_difference(name, golden):
     ("mxfp8-te", "te", "weights__bf16/cpp_mxfp8_e4m3_1d_C/scales"),
     ("nvfp4-flashinfer", "flashinfer", "weights__bf16/nvfp4_swizzled_8x4/scales"),
     ("int8-modelopt", "modelopt_fake", "wide_blocks__f16/fake_int8_per_tensor_clip/grad_clip"),
+    ("nvfp4-mlx-cpu", "mlx", "all_bytes/nvfp4/dequant_bf16"),
+    ("mxfp4-gguf", "gguf", "nonfinite__f32/mxfp4_python/raw"),
 ])  # fmt: skip
 def test_one_flipped_byte_of_other_parts(recipe, file, key, golden):
     result = check_recipe(recipe, altered(golden, file, key, flip_a_byte))

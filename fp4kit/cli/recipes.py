@@ -11,8 +11,9 @@ from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
 from fp4kit.evidence import agreement
-from fp4kit.evidence.check import Result, check_recipe
+from fp4kit.evidence.check import check_recipe
 from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.result import Result
 from fp4kit.evidence.rows import ROWS
 from fp4kit.recipes import recipe, recipes
 

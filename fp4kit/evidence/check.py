@@ -18,9 +18,11 @@ import numpy as np
 
 from fp4kit.evidence.engines import SPECIFICATION, Engine
 from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.recorded_bytes import byte_arrays
+from fp4kit.evidence.result import Compared, Result, result_of
 from fp4kit.evidence.rows import ROWS, Row
-from fp4kit.evidence.stored import searched_arrays, stored_arrays
-from fp4kit.formats import E8M0, bit_patterns
+from fp4kit.evidence.stored import searched_arrays, stored_arrays, unpack_fp6
+from fp4kit.formats import E8M0
 from fp4kit.layouts import unpack
 from fp4kit.ops.amax import amax as op_amax
 from fp4kit.ops.dequantize import dequantize
@@ -32,27 +34,6 @@ from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import tensor_scale
 
 Mask = np.ndarray
-
-
-class Difference(NamedTuple):
-    """An array that is not equal: its key, and how many of its values differ."""
-
-    key: str
-    differing: int
-    size: int
-
-
-class Result(NamedTuple):
-    """Outcome of one recipe or row: arrays compared, those that differ, and how many values the arrays hold."""
-
-    recipe: str
-    compared: int
-    differences: tuple[Difference, ...]
-    values: int
-
-    @property
-    def equal(self) -> int:
-        return self.compared - len(self.differences)
 
 
 class Operations(NamedTuple):
@@ -236,30 +217,25 @@ def cases(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
-    """Compare every recorded array of a recipe's rows with what ops give."""
+    """Compare every recorded array of a recipe with what ops give: those of its rows, and those of bytes alone."""
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
+    results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
     return Result(name, sum(r.compared for r in results), differences, sum(r.values for r in results))
 
 
+def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
+    """Compare what is recorded of a recipe's bytes alone."""
+    return result_of(name, byte_arrays(name, golden, ops.dequantize))
+
+
 def check_row(row: Row, golden: GoldenSet, ops: Operations = SPECIFIED) -> Result:
     """Compare every recorded array of a row with what ops give."""
-    compared, values, differences = 0, 0, []
-    for case in cases(row, golden, ops):
-        for key, ours, recorded, skip in (searched_arrays if row.searched else _fake_arrays if row.fake else _arrays)(case):
-            compared, values = compared + 1, values + np.size(recorded)
-            different = _differs(ours, recorded)
-            if np.shape(ours) == np.shape(recorded):
-                different &= ~skip
-            if different.any():
-                differences.append(Difference(f"{row.file}: {key}", int(different.sum()), different.size))
-    return Result(row.recipe, compared, tuple(differences), values)
+    arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
+    return result_of(row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case)))
 
 
-Compared = Iterator[tuple[str, Any, Any, Any]]  # key, ours, recorded, mask of what is not compared
-
-
-def _arrays(case: Case) -> Compared:
+def _arrays(case: Case) -> Iterator[Compared]:
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -288,14 +264,7 @@ def _element_codes(case: Case, recorded: np.ndarray) -> tuple[np.ndarray, np.nda
     return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
 
 
-def unpack_fp6(packed: np.ndarray) -> np.ndarray:
-    """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
-    b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
-    word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
-    return (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
-
-
-def _tensor_arrays(case: Case) -> Compared:
+def _tensor_arrays(case: Case) -> Iterator[Compared]:
     """tensor amax and scale, in the direction that the file keeps."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     none = np.False_
@@ -312,7 +281,7 @@ def _tensor_arrays(case: Case) -> Compared:
         yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, none
 
 
-def _fake_arrays(case: Case) -> Compared:
+def _fake_arrays(case: Case) -> Iterator[Compared]:
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -339,12 +308,3 @@ def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
     """NaN codes without their sign."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)
-
-
-def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
-        return np.ones(recorded.shape, bool)
-    bits = bit_patterns(ours) != bit_patterns(recorded)
-    if ours.dtype == np.uint8:
-        return bits
-    return bits & ~(np.isnan(ours.astype(np.float32)) & np.isnan(recorded.astype(np.float32)))

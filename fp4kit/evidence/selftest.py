@@ -18,10 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.evidence import fuzz
-from fp4kit.evidence.check import Operations, check_row
+from fp4kit.evidence.check import Operations, check_bytes, check_row
 from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz_cases import Pool
 from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.result import Result
 from fp4kit.evidence.rows import ROWS
 from fp4kit.evidence.sweep import STEP, SWEEPS, Sweep, differences
 from fp4kit.evidence.testing import adversarial_blocks
@@ -100,12 +101,12 @@ def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
-            total += attempt(partial(_recorded_row, golden, row, ops), f"{id}: {row.variant}")
-    return total
+            total += attempt(partial(_checked, check_row, row, golden, ops), f"{id}: {row.variant}")
+    return total + attempt(partial(_checked, check_bytes, id, golden, ops), f"{id}: bytes")
 
 
-def _recorded_row(golden: GoldenSet, row: Any, ops: Operations) -> Outcome:
-    result = check_row(row, golden, ops)
+def _checked(check: Callable[..., Result], *arguments: Any) -> Outcome:
+    result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 

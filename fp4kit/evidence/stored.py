@@ -57,3 +57,10 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
     rule = BLOCK_RULES[r.block_rule or ""]
     factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
     return factor if r.apply == "divide" else ONE / factor
+
+
+def unpack_fp6(packed: np.ndarray) -> np.ndarray:
+    """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
+    b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
+    word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
+    return (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)
