@@ -56,14 +56,29 @@ def test_columns_into_out(monkeypatch, recipe):
     assert_same(out, fp4kit.quantize(second, recipe, axis=0))
 
 
-def test_columns_into_out_with_an_amax():
-    """The kernel of columns does not copy amaxes: such a call goes the full way each time."""
+def test_columns_into_out_with_an_amax(monkeypatch):
+    """Whose memory it is not: the amax that was given first is what it was."""
     first, second = two(np.float32)
+    amaxes = [cupy.asarray(np.float32(a)) for a in (3, 4)]
+    out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amaxes[0])
+    for amax in amaxes:
+        assert fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amax, out=out) is out
+    forbid(monkeypatch, "quantize")
+    assert fp4kit.quantize(cupy.asarray(second), "nvfp4-te", axis=0, tensor_amax=amaxes[1], out=out) is out
+    assert_same(out, fp4kit.quantize(second, "nvfp4-te", axis=0, tensor_amax=np.float32(4)))
+    assert [float(a) for a in amaxes] == [3, 4]
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_results_keep_no_memory_of_the_caller_s(axis):
+    """The full way and a prepared call: an amax that was given does not change with a result that is written to again."""
+    first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))
-    out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0)
-    for x in (first, second):
-        fp4kit.quantize(cupy.asarray(x), "nvfp4-te", axis=0, tensor_amax=amax, out=out)
-        assert_same(out, fp4kit.quantize(x, "nvfp4-te", axis=0, tensor_amax=np.float32(3)))
+    for _ in range(3):
+        q = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=axis, tensor_amax=amax)
+        assert q.tensor_amax.data.ptr != amax.data.ptr and float(q.tensor_amax) == 3
+        fp4kit.quantize(cupy.asarray(second), "nvfp4-te", axis=axis, out=q)
+        assert float(amax) == 3 and float(q.tensor_amax) != 3
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["amax of x", "amax given"])
@@ -80,7 +95,8 @@ def test_both_ways(monkeypatch, recipe, layout, given):
     forbid(monkeypatch, "quantize_both", "quantize")
     prepared = fp4kit.quantize_both(cupy.asarray(second), recipe, **options)
     for row, column in (full, prepared):
-        assert row.tensor_scale is column.tensor_scale and row.tensor_amax is column.tensor_amax
+        shared = [a.data.ptr for a in (*row.parts().values(), *column.parts().values(), *options.values()) if hasattr(a, "data")]
+        assert len(set(shared)) == len(shared)
     for a, b in zip(prepared, expected, strict=True):
         assert_same(a, b)
 

@@ -65,10 +65,7 @@ class Launched:
 
 def quantize_call(recipe, arguments, row, column, amax):
     launch, on = Launched((*arguments.pointers, *arguments.words)), prepared.memory_of(tensor())
-    results = (
-        prepared.Result.of(call_of(recipe, axis), axis, has_scale=axis == 1 or not row) if wanted else None
-        for axis, wanted in ((1, row), (0, column))
-    )
+    results = (prepared.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in ((1, row), (0, column)))
     return prepared.QuantizeCall.of(on, amax, launch, arguments, *results)
 
 
@@ -99,15 +96,20 @@ def test_rows(recipe, amax):
         assert (q.shape, q.dtype, q.axis, q.recipe, q.scale_layout) == (SHAPE, BF16, 1, expected.recipe, "linear")
 
 
-def test_a_given_amax_is_copied_to_out_by_the_kernel():
-    x, amax, call = tensor(), torch.tensor(3.0), quantize_call("nvfp4-te", ROWS, True, False, None)
-    out = call(x, amax, None)
-    assert out.tensor_amax is amax and "amax_out" not in call.launch.only()
-    other = call(x, torch.tensor(4.0), None)
-    call.launch.seen.clear()
-    assert call(x, amax, other) is other
+@pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
+def test_a_given_amax_is_copied_by_the_kernel(row, column):
+    """To new arrays, and to out: it stays the caller's."""
+    x, amax = tensor(), torch.tensor(3.0)
+    call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, None)
+    found = call(x, amax, None)
     seen = call.launch.only()
-    assert (seen["tensor_amax"], seen["amax_out"]) == (amax.data_ptr(), other.tensor_amax.data_ptr())
+    results = found if row and column else (found,)
+    outs = [seen[name] for name in ("amax_out", "column_amax_out")[: len(results)]]
+    assert seen["tensor_amax"] == amax.data_ptr() and [q.tensor_amax.data_ptr() for q in results] == outs
+    assert len({amax.data_ptr(), *outs}) == 1 + len(results)
+    if len(results) == 1:
+        assert call(x, torch.tensor(4.0), found) is found
+        assert call.launch.only()["amax_out"] == found.tensor_amax.data_ptr()
 
 
 @pytest.mark.parametrize("row", [False, True])
@@ -115,12 +117,12 @@ def test_columns_and_both(row):
     x, call = tensor(), quantize_call("nvfp4-te", PATCHES, row, True, FOUND_BY_THE_KERNEL)
     found = call(x, None, None)
     first, column = found if row else (None, found)
-    wanted = {"x": x.data_ptr(), "tensor_amax": column.tensor_amax.data_ptr()} | addresses(column, "column_")
+    wanted = {"x": x.data_ptr()} | addresses(column, "column_")
     if row:
-        wanted |= addresses(first)
-        assert first.tensor_scale is column.tensor_scale and wanted.pop("column_tensor_scale")
+        wanted |= addresses(first) | {"column_amax_out": column.tensor_amax.data_ptr()}
+    wanted["tensor_amax"] = (first or column).tensor_amax.data_ptr()
     assert call.launch.only() == wanted
-    assert column.axis == 0 and column.packed.shape == (256, 32) and (not row or first.tensor_amax is column.tensor_amax)
+    assert column.axis == 0 and column.packed.shape == (256, 32) and (not row or first.tensor_amax is not column.tensor_amax)
 
 
 def test_an_amax_with_a_launch_of_its_own(gpu):

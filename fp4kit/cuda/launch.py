@@ -34,8 +34,9 @@ AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")]
 class Matrix(NamedTuple):
     """The arrays of one matrix (M, K): those that its way needs, by the names of the kernels' arguments.
 
-    packed, scales, tensor_scale: along rows; column_...: along columns. values: fake-quantized elements instead. amax_out: where
-    tensor_amax is copied to. group: the number of x's first 16 elements in the array that a seed's random bytes are of.
+    packed, scales, tensor_scale: along rows; column_...: along columns. values: fake-quantized elements instead. amax_out and
+    column_amax_out: where tensor_amax is copied to. group: the number of x's first 16 elements in the array that a seed's random
+    bytes are of.
     """
 
     x: Any
@@ -50,6 +51,7 @@ class Matrix(NamedTuple):
     column_packed: Any = None
     column_scales: Any = None
     column_tensor_scale: Any = None
+    column_amax_out: Any = None
     group: int = 0
 
 

@@ -30,16 +30,16 @@ _NEW_AMAX = New((), FLOAT32)
 
 
 class Result(NamedTuple):
-    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the shape of an amax."""
+    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside them."""
 
     fields: dict[str, Any]
     names: tuple[str, ...]
     wanted: tuple[New, ...]
-    covered: tuple[int, ...]
+    amax: New | None
 
     @classmethod
-    def of(cls, call: Call, axis: int, has_scale: bool = True) -> Result:
-        """Of a call, with blocks along an axis; has_scale: whether the tensor scale, if there is one, is its own."""
+    def of(cls, call: Call, axis: int) -> Result:
+        """Of a call, with blocks along an axis."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -47,17 +47,15 @@ class Result(NamedTuple):
         wanted = {"packed": New(packed, UINT8)}
         if scales is not None:
             wanted["block_scale"] = New(scales, UINT8, zeros=call.layout != "linear")
-        if has_scale and r.tensor_scaling != "none":
+        if r.tensor_scaling != "none":
             wanted["tensor_scale"] = New(covered, FLOAT32)
-        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), covered)
+        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
-        """A new one of these arrays, or of as many of the first as it wants, with this amax."""
-        if amax is not None and amax.shape != self.covered:
-            amax = amax.reshape(self.covered)
+        """A new one of these arrays, or of as many of the first as it wants, and this amax."""
         q = assembled(self.fields)
         parts = q.__dict__
-        parts.update(zip(self.names, arrays))  # noqa: B905 - further ones are of the columns
+        parts.update(zip(self.names, arrays))  # noqa: B905 - further ones are of the columns, or amaxes
         parts["tensor_amax"] = amax
         return q
 
@@ -90,7 +88,7 @@ def _amax(call: Call, work: Work) -> Amax | None:
 
 
 _OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # a Quantized's, as kernels name them
-_GIVEN = ("tensor_amax", "amax_out", "")  # addresses that follow those of x and of new arrays; "": 0
+_GIVEN = ("tensor_amax", "")  # addresses that follow those of x and of new arrays; "": 0
 
 
 def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
@@ -108,7 +106,7 @@ def _names(result: Result | None, prefix: str = "") -> tuple[str, ...]:
 class QuantizeCall:
     """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
 
-    new: makes the arrays of row and column, and last the amax that is found.
+    new: makes the arrays of row and column, and then their amaxes, in the other order: found, or a copy of the given one.
     """
 
     memory: Memory
@@ -124,41 +122,35 @@ class QuantizeCall:
         cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, row: Result | None, column: Result | None
     ) -> QuantizeCall:
         """By a launch, called with the addresses of these arguments."""
-        wanted = [new for result in (row, column) if result for new in result.wanted]
-        names = (*_names(row), *_names(column, "column_"))
-        if amax is not None:
-            wanted, names = [*wanted, _NEW_AMAX], (*names, "tensor_amax")
+        results = [result for result in (row, column) if result]
+        wanted, names = [new for result in results for new in result.wanted], [*_names(row), *_names(column, "column_")]
+        if results[0].amax is not None:
+            wanted += [results[0].amax] * len(results)
+            names += ["column_amax_out"] * (len(results) - 1) + ["amax_out" if amax is None else "tensor_amax"]
         return cls(memory, amax, launch, _pick(arguments, names), row, column, memory.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
         memory = self.memory
         address, stream = memory.address, memory.stream()
         arrays = self.new() if out is None else self._of(out)
-        addresses = [address(x), *map(address, arrays), 0, 0, 0]
-        amax = given
+        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if self.amax is not None:
-            amax = arrays[-1]
-            self.amax.find(memory, addresses[0], amax, stream)
-        elif given is not None:
-            addresses[-3] = address(given)
-            if out is not None and out.tensor_amax is not given:  # by the kernel: a copy costs as much as a launch
-                target = address(out.tensor_amax)
-                addresses[-2] = 0 if target == addresses[-3] else target
+            self.amax.find(memory, addresses[0], arrays[-1], stream)
         self.launch(*self.pick(addresses), stream=stream)
-        return self._made(arrays, amax) if out is None else out
+        return self._made(arrays) if out is None else out
 
     def _of(self, out: Quantized) -> list[Any]:
         """Arrays of out in the place of new ones; out is never of both."""
-        names = (self.row or self.column).names  # type: ignore[union-attr]
-        return [getattr(out, name) for name in (names if self.amax is None else (*names, "tensor_amax"))]
+        result: Any = self.row or self.column
+        return [getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))]
 
-    def _made(self, arrays: list[Any], amax: Any) -> Any:
+    def _made(self, arrays: list[Any]) -> Any:
         first, second = self.row, self.column
+        one: Any = second if first is None else first
+        amax, other = (None, None) if one.amax is None else arrays[:-3:-1]
         if first is None or second is None:
-            return (first or second).make(arrays, amax)  # type: ignore[union-attr]
-        row, column = first.make(arrays, amax), second.make(arrays[len(first.names) :], amax)
-        column.__dict__["tensor_scale"] = row.tensor_scale
-        return row, column
+            return one.make(arrays, amax)
+        return first.make(arrays, amax), second.make(arrays[len(first.names) :], other)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
@@ -171,12 +163,10 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     way = find_way(work) if columns or call.axis == last else None
     if way is None or not _is_one_matrix(call.x, call.recipe, call.tensor_amax) or count(call, work, call.tensor_amax) != 1:
         return None
-    if call.out is not None and call.tensor_amax is not None and "amax_out" not in way.arguments.pointers:
-        return None
     work = finding(call, work, call.x)
     found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
     row = Result.of(call, last) if both or not columns else None
-    column = Result.of(call, call.axis, has_scale=not both) if columns else None
+    column = Result.of(call, call.axis) if columns else None
     return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
 
 
@@ -199,11 +189,9 @@ class FakeQuantizeCall:
     def __call__(self, x: Any, given: Any) -> Any:
         memory, arrays = self.memory, self.new()
         address, stream = memory.address, memory.stream()
-        addresses = [address(x), *map(address, arrays), 0, 0, 0]
+        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if self.amax is not None:
             self.amax.find(memory, addresses[0], arrays[1], stream)
-        elif given is not None:
-            addresses[-3] = address(given)
         self.launch(*self.pick(addresses), stream=stream)
         return arrays[0]
 

@@ -59,7 +59,7 @@ ROWS = Arguments(
 PATCHES = Arguments(
     (
         "x", "packed", "scales", "column_packed", "column_scales", "values", "tensor_amax", "tensor_scale",
-        "column_tensor_scale",
+        "column_tensor_scale", "amax_out", "column_amax_out",
     ),
     (),
     ("rows", "columns", "shift"),

@@ -131,7 +131,6 @@ def quantize_both(
     x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column, and take none.
     hadamard: applies to the columnwise result only, as in TE. seed: the columnwise result uses seed + 1.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
-    On a GPU, where one amax serves both, they share the arrays tensor_scale and tensor_amax.
     Raises what quantize raises, and ValueError for x of less than two dimensions, and for a tensor_amax of a recipe that has one
         for each row or block.
 

@@ -12,7 +12,7 @@ from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
 from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
 from fp4kit.cuda.ways import Work, find, way_of
-from fp4kit.quantized import Quantized, assembled
+from fp4kit.quantized import Quantized
 from fp4kit.reference.scaling import tensor_scale
 
 
@@ -27,10 +27,11 @@ def quantize(call: Call) -> Quantized:
         x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
         work = finding(call, work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
-        result = allocate(asked, amax) if call.out is None else call.out
+        new = allocate if asked.tensor_amax is None else _allocate_own
+        result = new(asked, amax) if call.out is None else call.out
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
-        if call.out is not None and amax is not None:
-            call.out.tensor_amax[...] = amax
+        if result.tensor_amax is not amax:
+            result.tensor_amax[...] = amax
     return result
 
 
@@ -48,15 +49,22 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
         x = interop.cupy().ascontiguousarray(row.x)
         work = finding(row._replace(mask=column.mask), work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
-        q_row = allocate(row, amax)
-        q_column = assembled(vars(allocate(column, amax)) | {"tensor_scale": q_row.tensor_scale})  # one scale, as one amax
-        launch(column, work, x, amax, q_row, q_column)
-    return q_row, q_column
+        results = _allocate_own(row, amax), _allocate_own(column, amax)
+        launch(column, work, x, amax, *results)
+        for q in results:
+            if amax is not None:
+                q.tensor_amax[...] = amax
+    return results
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
     """What a call writes to; amax in its canonical shape, None without a tensor scale."""
     return empty_quantized(call, amax, interop.cupy().empty, empty_scales)
+
+
+def _allocate_own(call: Call, amax: Any) -> Quantized:
+    """With memory of its own for the amax: what was given, or is another result's, must not change with this one."""
+    return allocate(call, None if amax is None else interop.cupy().empty(amax.shape, amax.dtype))
 
 
 def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
@@ -68,9 +76,8 @@ def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, col
     if row is not None:
         arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
     if column is not None:
-        arrays = arrays._replace(column_packed=column.packed, column_scales=column.block_scale)
-        if row is None:
-            arrays = arrays._replace(column_tensor_scale=column.tensor_scale)
+        parts = {"column_packed": column.packed, "column_scales": column.block_scale, "column_tensor_scale": column.tensor_scale}
+        arrays = arrays._replace(**parts)
     for matrix, part in split(call, work, arrays):
         quantize_matrix(matrix, part, seed)
     return None

@@ -11,6 +11,7 @@ struct PatchArguments {
   void* values;                    // fake_quantize of square blocks: elements of x's type (null otherwise)
   const float* tensor_amax;        // one (null without)
   float *tensor_scale, *column_tensor_scale;
+  float *amax_out, *column_amax_out;  // where tensor_amax is copied to (null: nowhere)
   i64 rows, columns;
   i64 shift;                       // bands of tiles are of 2^shift
 };
