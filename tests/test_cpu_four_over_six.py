@@ -59,6 +59,15 @@ def blocks_of(name):
     yield from (few_values(), amaxes_at_limits(RECIPES[name].scale_max), signed_zeros(), extreme(), ordinary(3, (48, 400)))
 
 
+def test_errors_and_products_that_are_subnormal():
+    """Flushed, or not, as the recipe has it; factors near the largest number, and beyond."""
+    rng = np.random.default_rng(6)
+    for least, most, amax in ((-126, -114, -114), (-124, -116, -114), (-149, -120, -122), (-149, -124, -126)):
+        x = rng.standard_normal((32, 16, 16)) * np.exp2(rng.integers(least, most, (32, 16, 1)))
+        for name in NAMES:
+            agree(fp4kit.quantize, x.reshape(32, 256).astype(np.float32), name, tensor_amax=2.0**amax)
+
+
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kind_of_block(pair):
     """Under the tensor's own amax, one of a scale of 1, and those that make factors of no use."""
@@ -86,13 +95,57 @@ def test_the_library_does_them(monkeypatch):
         assert shapes == [], name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_of_equal_errors_the_first_scale_wins(name):
+def test_of_equal_errors_the_first_scale_wins():
     """12 is 6 * 2 and 4 * 3: no error under both."""
     x = np.random.default_rng(4).choice(np.float32([-12, 0, 12]), (16, 512))
     x[:, ::16] = 12
-    q = agree(fp4kit.quantize, x, name, tensor_amax=6.0 * RECIPES[name].scale_max)
-    assert (q.block_scale == E4M3.encode(2.0)).all()
+    for name in NAMES:
+        q = agree(fp4kit.quantize, x, name, tensor_amax=6.0 * RECIPES[name].scale_max)
+        assert (q.block_scale == E4M3.encode(2.0)).all()
+
+
+def turning_points(r):
+    """Blocks on the way from one that takes the first scale to one that takes the second, at and beside where the choice turns."""
+    rng, high = np.random.default_rng(5), r.block_rows
+
+    def fours(blocks):
+        q = fp4kit.quantize(blocks.astype(np.float32).reshape(high, -1), r, tensor_amax=1.3)
+        return q.block_scale[0] != q.block_scale[0].min()
+
+    drawn = rng.uniform(0, 1, (high, 512, 16)) * rng.choice([0.5, 1], (512, 1))
+    drawn[0, :, 0] = 1  # the amax of all
+    four = fours(drawn)
+    count = min(four.sum(), (~four).sum())
+    first, last = drawn[:, ~four][:, :count], drawn[:, four][:, :count]
+    below, above = np.zeros(count), np.ones(count)
+    for _ in range(30):
+        middle = (below + above) / 2
+        took = fours(first + (last - first) * middle[:, None])
+        below, above = np.where(took, below, middle), np.where(took, middle, above)
+    steps = (below + step * 2.0**-24 for step in range(-4, 5))
+    return np.concatenate([first + (last - first) * t[:, None] for t in steps], axis=1).astype(np.float32).reshape(high, -1)
+
+
+# All orders in every run: one row and 16 rows, in order and in lanes; a tree of few rows.
+TURNS = ["nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix-mae"]
+TALL = [("nvfp4-fouroversix", 16), ("nvfp4-fouroversix-mae", 4), ("nvfp4-flashinfer-4over6-mae-448", 2)]
+
+
+def check_turns(name, rows):
+    r = replace(RECIPES[name], block=(rows, 16))
+    x = turning_points(r)
+    assert x.size > 100 * 16 * rows
+    agree(fp4kit.quantize, x, r, tensor_amax=1.3)
+
+
+def test_the_order_of_a_sum_decides():
+    for name, rows in [*((name, RECIPES[name].block_rows) for name in TURNS), *TALL]:
+        check_turns(name, rows)
+
+
+@pytest.mark.parametrize("name", exhaustive(name for name in NAMES if name not in TURNS))
+def test_the_order_of_other_sums(name):
+    check_turns(name, RECIPES[name].block_rows)
 
 
 # ---- shapes ---------------------------------------------------------------------------------------------------------------
