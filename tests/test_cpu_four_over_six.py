@@ -105,7 +105,7 @@ def test_of_equal_errors_the_first_scale_wins():
 
 
 def turning_points(r):
-    """Blocks on the way from one that takes the first scale to one that takes the second, at and beside where the choice turns."""
+    """Blocks on the way from one with the first scale to one with the second, at and beside where the choice turns."""
     rng, high = np.random.default_rng(5), r.block_rows
 
     def fours(blocks):
