@@ -41,8 +41,8 @@ def tables(monkeypatch):
 
 
 def test_what_is_left_to_the_specification():
-    """4over6, which tries two scales; nothing else of the table."""
-    assert {id for id, r in RECIPES.items() if not covered(r)} == {id for id, r in RECIPES.items() if r.four_over_six}
+    """Nothing of the table."""
+    assert [id for id, r in RECIPES.items() if not covered(r)] == []
     assert fp4kit.engine().startswith("cpu-")
 
 
@@ -208,7 +208,7 @@ def test_swizzled_scales(name, layout):
 # ---- shards and transposes --------------------------------------------------------------------------------------------------
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
-SHARDED = [name for name in SHARDED if not RECIPES[name].search]
+SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
 # First elements and lengths of shards of a matrix (70, 128): inside of a row, whole rows, across many, the last ones.
 SHARDS = [(0, 8960), (0, 5), (3, 1), (127, 2), (128, 128), (128, 4096), (4095, 300), (1, 8959), (8192, 768), (8958, 2), (700, 0)]
 

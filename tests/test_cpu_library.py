@@ -23,6 +23,7 @@ from fp4kit.reference.arith import reciprocal_table
 LEVELS = ("base", "avx2", "avx512")
 HOLDERS = (native, matrix, dequantize, engine, engines, partial, prepared)  # modules that may have `library` under their name
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
+FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 
 
 @contextmanager

@@ -46,7 +46,7 @@ for small in (False, True):
     found = fuzz.run(fuzz.host_engine()[0], 3600, 1, cases={cases}, pool=Pool(largest=1 << 12))
     assert not found.failures, found.failures[0].text
     names = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
-    for name in (*names, "nvfp4-modelopt-static", "nvfp4-auto-round-opt"):
+    for name in (*names, "nvfp4-te-4over6-mse-256-2d", "nvfp4-modelopt-static", "nvfp4-auto-round-opt"):
         for x in (ordinary(1, (32, 128)), ordinary(1, (32, 128), BF16)):
             with fp4kit.specification():
                 expected = list(everything(name, x))

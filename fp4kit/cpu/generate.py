@@ -25,6 +25,7 @@ def text() -> str:
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
+    choices = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
     decoded = [other for r in table for other in {decoding(r, dtype) for dtype in ("float32", "float16")}]
@@ -35,10 +36,12 @@ def text() -> str:
             "// clang-format off",
             *(format_struct(f, _format(f)) for _, f in sorted(formats.items())),
             *_structs("Rule", rules, _rule),
+            *_structs("Choice", choices, _choice),
             *_structs("Tensor", tensors, _tensor),
             *_structs("Element", elements, _element),
             *_structs("Decode", decodes, _decode),
             _list("FP4KIT_RULES", "FP4KIT_RULE", "Rule", rules),
+            _list("FP4KIT_CHOICES", "FP4KIT_CHOICE", "Choice", choices),
             _list("FP4KIT_TENSORS", "FP4KIT_TENSOR", "Tensor", tensors),
             _list("FP4KIT_ELEMENTS", "FP4KIT_ELEMENT", "Element", elements),
             _list("FP4KIT_DECODES", "FP4KIT_DECODE", "Decode", decodes),
@@ -64,6 +67,24 @@ def _rule(r: Recipe) -> list[str]:
         f"static constexpr int kScaleMax = {r.scale_max};",
         f"static constexpr bool kKeepInfinity = {_bool(r.keep_infinity)};",
         f"static constexpr bool kPropagateNan = {_bool(r.amax_nan == 'propagate')};",
+    ]
+
+
+def _choice(r: Recipe) -> list[str]:
+    facts = {
+        "kSquaredError": r.four_over_six == "mse",
+        "kLargestError": r.four_over_six == "max",
+        "kFastError": r.fast_error,
+        "kLaneSums": r.lane_sums,
+        "kKeepInfinity": r.keep_infinity,
+        "kFlush": r.flush,
+    }
+    return [
+        f"using Element = {_format(r.element)};",
+        f"using Scale = {_format(r.scale or E4M3)};",
+        f"using TensorRule = tensor_{top_rule(r)};",
+        f"static constexpr int kScaleMax = {r.scale_max};",
+        *(f"static constexpr bool {name} = {_bool(value)};" for name, value in facts.items()),
     ]
 
 

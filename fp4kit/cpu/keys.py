@@ -17,9 +17,12 @@ from fp4kit.reference.search import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Of the rule that makes block scales of amaxes; None for a recipe without one, and for 4over6, which tries two scales."""
-    if r.block_rule is None or r.scale is None or r.four_over_six:
+    """Of the rule that makes block scales of amaxes, or by the errors that they leave; None for a recipe without one."""
+    if r.block_rule is None or r.scale is None:
         return None
+    if r.four_over_six:
+        flags = [name for name in ("fast_error", "lane_sums", "keep_infinity", "flush") if getattr(r, name)]
+        return " ".join([r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags])
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
     return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
 
@@ -48,6 +51,7 @@ def top_rule(r: Recipe) -> str:
 
 GRAIN = 32  # elements that lie in a block, where it has not 16
 WIDTH = 2048  # columns of a unit at most: kWidth of source/encode.h
+MOST_ROWS = 16  # of a block whose scale is chosen by errors: kMostRows of source/four_over_six.h
 
 
 # Elements below which what is not one call of the library (prepared.py) takes no less time by it than by the specification, for
@@ -59,8 +63,8 @@ FEW_VALUES, FEW_AMAX, FEW_COLUMNS = 1 << 11, 1 << 11, 16  # bytes of codes to be
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
     """Why the compiled engine makes no codes of a recipe; None where its arithmetic is all that it has to have."""
-    if r.four_over_six:
-        return "4over6, which tries two scales"
+    if r.four_over_six and (r.block_size != 16 or r.block_rows > MOST_ROWS):
+        return f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of {MOST_ROWS} rows at most"
     if r.block and ((r.block_size != 16 and r.block_size % GRAIN) or r.block_size > WIDTH):
         return f"blocks of {r.block_size}, neither 16 nor a multiple of {GRAIN} up to {WIDTH}"
     return None

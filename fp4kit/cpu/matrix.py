@@ -19,6 +19,7 @@ from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, not_encoded, rule_key
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
+from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.quantize import Options
@@ -151,7 +152,7 @@ def encode_matrix(
 ) -> None:
     """reference.quantize.encode_matrix."""
     kernels = kernels_of(recipe)._replace(rule=-1, block_rows=1)
-    for rows in _strips(x.shape):
+    for rows in _strips(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
         cut = cut_options(options, rows, slice(0, x.shape[1]), recipe)
         _encode_rows(x[rows], recipe, kernels, part, None if scales is None else scales[rows], packed[rows], cut)
@@ -175,6 +176,9 @@ def _encode_rows(
             None if scales is None else scales[rows, blocks], packed[rows, bytes_of(columns, r)],
             cut_options(options, rows, columns, r),
         )  # fmt: skip
+    if four_over_six.leaves_zero_blocks(r):
+        zero = four_over_six.is_zero_block(_amax_by_row(x, r, options.hadamard))
+        packed[np.repeat(zero, r.element.packing.length(r.block_size), axis=1)] = 0
 
 
 def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None) -> _Scales:
@@ -183,10 +187,17 @@ def _given_scales(x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndar
     if r.block_rule is None or scales is None:
         own = tensor.decode if r.apply == "divide" else tensor.encode
         return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=own if own.shape[1] > 1 else None)
-    elements = x if hadamard is None else specification.widen(x, r, hadamard)
-    amax = np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
-    factors = BLOCK_RULES[r.block_rule].factor(scales, amax, tensor, r, x.dtype)
+    if r.four_over_six:
+        factors = four_over_six.factor_of(scales, tensor, r)
+    else:
+        factors = BLOCK_RULES[r.block_rule].factor(scales, _amax_by_row(x, r, hadamard), tensor, r, x.dtype)
     return _Scales(TensorScale(*(p[:, :1] for p in tensor)), factors=np.broadcast_to(factors, scales.shape))
+
+
+def _amax_by_row(x: np.ndarray, r: Recipe, hadamard: int | None) -> np.ndarray:
+    """Block amaxes (M, blocks)."""
+    elements = x if hadamard is None else specification.widen(x, r, hadamard)
+    return np.repeat(block_amax(elements, r), r.block_rows, axis=0)[: len(x)]
 
 
 def _encode(

@@ -24,10 +24,10 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
     base = np.where(np.isnan(base), np.float32(0), base) if recipe.lane_sums else base
     scales = encode(base, E4M3)
-    return scales, _encode_by(spread_rows(_factor(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
+    return scales, _encode_by(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
 
 
-def _factor(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """min(1 / (scale * S_dec), FLT_MAX); with lane_sums fouroversix's."""
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
@@ -43,12 +43,22 @@ def _encode_by(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.nda
 
 def encode_under(scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m, blocks)."""
-    return _without_zero_blocks(_encode_by(_factor(scales, tensor, recipe), blocks, recipe), amax, recipe)
+    return _without_zero_blocks(_encode_by(factor_of(scales, tensor, recipe), blocks, recipe), amax, recipe)
+
+
+def leaves_zero_blocks(recipe: Recipe) -> bool:
+    """Whether zero blocks have no codes but 0: FlashInfer leaves one early, without the signs of its zeros."""
+    return recipe.four_over_six is not None and recipe.flush
+
+
+def is_zero_block(amax: np.ndarray) -> np.ndarray:
+    """Of blocks that FlashInfer quantizes."""
+    return np.abs(amax) < FLT_MIN
 
 
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """FlashInfer leaves a zero block early, without the signs of its zeros. amax: (m, blocks)."""
-    return np.where((np.abs(amax) < FLT_MIN)[..., None], np.uint8(0), codes) if recipe.flush else codes
+    """amax: (m, blocks)."""
+    return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

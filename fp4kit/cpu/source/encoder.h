@@ -85,6 +85,22 @@ struct Encoder {
     for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[given + b] : own;
   }
 
+  // The scale codes of blocks and the factors of their elements; false where that is not for these loops.
+  bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes, float* factors) const {
+    const RuleEntry& rule = kRules[call.rule];
+    if (rule.choose) return rule.choose({x.data, x.step, rows, blocks, call.block_rows, kLoads[call.input]}, amax, t, codes, factors);
+    rule.scales[call.input](amax, blocks, t, codes, factors);
+    return true;
+  }
+
+  // The codes of blocks that the recipe leaves early, which is before signs: those of zeros, or nearly so.
+  void clear_zero_blocks(const Part& part, const float* amax, i64 blocks) const {
+    const i64 bytes = call.block / 2;
+    for (i64 b = 0; b < blocks; ++b)
+      for (i64 i = 0; amax[b] < kFltMin && i < part.rows; ++i)
+        std::memset(call.packed + (part.row + i) * call.packed_step + part.column / 2 + b * bytes, 0, bytes);
+  }
+
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
     float amax[kMostBlocks], by_block[kMostBlocks], factors[kWidth];
@@ -97,13 +113,14 @@ struct Encoder {
     } else {
       if (!find_amax(x, part.rows, count, amax)) return false;
       if (call.block_amax) std::memcpy(amax, call.block_amax + given, count * sizeof(float));
-      kRules[call.rule].scales[call.input](amax, count, tensor(part.row), codes, by_block);
+      if (!find_scales(x, part.rows, count, amax, tensor(part.row), codes, by_block)) return false;
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
     }
     if (!spread(by_block, count, factors)) return false;
     if (element.then && !is_finite(tensor(part.row).encode)) return false;
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
+    if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, amax, count);
     return true;
   }
 

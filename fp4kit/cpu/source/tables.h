@@ -5,6 +5,7 @@
 
 #include "decode.h"
 #include "encode.h"
+#include "four_over_six.h"
 #include "recipes.inc"
 
 namespace {
@@ -24,6 +25,11 @@ template <class R, class In>  // one function for all inputs, where the rule doe
 constexpr Scales kScales = scale_blocks<R, std::conditional_t<R::BlockRule::kReadsInput, In, Float32>>;
 template <class R>
 constexpr Scales kScalesOf[kInputs] = {kScales<R, Float32>, kScales<R, Float16>, kScales<R, Bfloat16>};
+
+using Choose = bool (*)(const BlockRows&, const float*, TensorScale, u8*, float*);
+using Load = void (*)(const void*, i64, i64, float*);
+constexpr Load kLoads[kInputs] = {put_magnitudes<Float32>, put_magnitudes<Float16>, put_magnitudes<Bfloat16>};
+
 // What stochastic rounding depends on, of an element: not on how others are rounded, nor on their signs. There is none of integers.
 template <class F, bool divides, bool flushes, bool rounds, bool then>
 struct Stochastic {
@@ -65,12 +71,15 @@ constexpr DecodeEntry decode_entry(const char* key) {
           {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
 }
 
-struct RuleEntry { const char* key; const Scales* scales; };
+// A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs.
+struct RuleEntry { const char* key; const Scales* scales; Choose choose; bool early; };
 struct TensorEntry { const char* key; const Tensor* scale; };
 struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, by_zero, then, flushes, four; };
 const RuleEntry kRules[] = {
-#define FP4KIT_RULE(key, R) {key, kScalesOf<R>},
+#define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false},
+#define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush},
 FP4KIT_RULES
+FP4KIT_CHOICES
 };
 const TensorEntry kTensors[] = {
 #define FP4KIT_TENSOR(key, R) {key, kTensorOf<R>},

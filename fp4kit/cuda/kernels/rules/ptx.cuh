@@ -19,7 +19,9 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  return flush_result(flush(a) * flush(b), static_cast<double>(flush(a)) * flush(b));
+  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not.
+  const float x = flush(a), y = flush(b), product = x * y;
+  return magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? float_of(bits_of(product) & 0x80000000u) : product;
 #endif
 }
 

@@ -4,19 +4,19 @@
 #include "types.cuh"
 
 // The sum of kCount terms as PyTorch adds them on a CPU, which come in vectors of eight: four partial sums of whole groups of four vectors, the
-// rest to the first; then these in their order, and then the eight lanes.
-template <int kCount>
+// rest to the first; then these in their order, and then the eight lanes. Float: float, or several of them side by side.
+template <int kCount, class Float = float>
 struct LaneSums {
-  float partial[4][8] = {};
+  Float partial[4][8] = {};
 
-  FP4KIT_DEVICE_MEMBER void add(int vector, const float (&terms)[8]) {
+  FP4KIT_DEVICE_MEMBER void add(int vector, const Float (&terms)[8]) {
     const int which = vector < kCount / 32 * 4 ? vector % 4 : 0;
     FP4KIT_UNROLL
     for (int j = 0; j < 8; ++j) partial[which][j] = partial[which][j] + terms[j];
   }
 
-  FP4KIT_DEVICE_MEMBER float result() const {
-    float sum = 0.0f;
+  FP4KIT_DEVICE_MEMBER Float result() const {
+    Float sum = {};
     FP4KIT_UNROLL
     for (int j = 0; j < 8; ++j) sum = sum + (partial[0][j] + partial[1][j] + partial[2][j] + partial[3][j]);
     return sum;

@@ -5,53 +5,10 @@
 // ten thousand of normally distributed data, and blocks that are as good at 4 as at 6, such as those of one magnitude.
 #pragma once
 
+#include "four_over_six_rules.cuh"
 #include "quantize.cuh"
 
-template <class R>
-FP4KIT_DEVICE float multiply(float a, float b) { return R::kFlush ? mul_ftz(a, b) : a * b; }
-template <class R>
-FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) : a / b; }
-
-// Scale codes of the two candidates, amax at 6 and amax at 4, from a sixth of amax.
-template <class R>
-FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
-  float base = multiply<R>(sixth, t.encode);
-  if (R::kLaneSums && is_nan(base)) base = 0.0f;
-  six = encode_scale<R>(base);
-  four = encode_scale<R>(multiply<R>(base, 1.5f));
-}
-
-// What elements are multiplied with under a scale.
-template <class R>
-FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
-  if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
-  const float inverse = divide<R>(1.0f, multiply<R>(scale, t.decode));
-  return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
-}
-
-// (code value * scale) in the units of x.
-template <class R>
-FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
-  if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
-  return scaled * t.amax / full_range<R>();
-}
-
 // ---- the exact way -----------------------------------------------------------------------------------------------------
-
-// What an element is compared with: code value * scale in the units of x, or in those of the codes where the recipe says so.
-template <class R>
-FP4KIT_DEVICE float compared(u32 code, float scale, TensorScale t) {
-  const float scaled = decode<typename R::Element>(code) * scale;
-  return R::kFastError ? widen_f16(narrow_f16(scaled)) : decoded<R>(scaled, t);
-}
-
-// The part of element x in the error.
-template <class R>
-FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
-  float difference = compared - (R::kFastError ? x * t.encode : x);
-  if constexpr (R::kFlush) difference = flush(difference);
-  return R::kSquaredError ? difference * difference : fabsf(difference);
-}
 
 // visit(x) for the elements of a run in their order. Not kUnrolled: in little code, because what is rarely needed has to be read from
 // memory first; the run is turned, as registers have no index, and is what it was in the end.
@@ -78,7 +35,10 @@ template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
   float error = 0.0f;
-  const auto error_at = [&](float x) { return error_of<R>(x, compared<R>(encode_element<R>(multiply<R>(x, factor)), scale, t), t); };
+  const auto error_at = [&](float x) {
+    const u32 code = encode_element<R>(multiply<R>(x, factor));
+    return error_of<R>(x, compared<R>(decode<typename R::Element>(code), scale, t), t);
+  };
   if constexpr (R::kLargestError) {
     for_each_element<kUnrolled>(run, [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
   } else if constexpr (R::kLaneSums) {

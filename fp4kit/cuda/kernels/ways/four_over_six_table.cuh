@@ -59,7 +59,7 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   for (u32 i = threadIdx.x; i < kPairs * 16; i += blockDim.x) {
     const u32 pair = i / 16, which = i / 8 % 2;
     const float scale = decode_scale<R>(kOne + kPairsOfScales[pair].first + (which ? kPairsOfScales[pair].above : 0u));
-    table.pairs[pair].compared[which][i % 8] = compared<R>(i % 8, scale, t);
+    table.pairs[pair].compared[which][i % 8] = compared<R>(decode<typename R::Element>(i % 8), scale, t);
     if (i % 8 == 0) table.pairs[pair].factors[which] = candidate_factor<R>(scale, t);
   }
   __syncthreads();
