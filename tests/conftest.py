@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -77,7 +78,20 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+    if config.pluginmanager.hasplugin("_cov"):
+        mark_uncovered(items)
     sort_long_first(items)
+
+
+PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re.MULTILINE)
+
+
+def mark_uncovered(items):
+    """What plays no GPU adds nothing to what --cov measures (pyproject.toml), and would take half as long again with it."""
+    plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
+    for item in items:
+        if not plays[item.path]:
+            item.add_marker("no_cover")
 
 
 def mark_recipes(items):
