@@ -68,11 +68,12 @@ def markdown(record: Record) -> str:
 # ---- the figure -------------------------------------------------------------------------------------------------------------
 
 
-def losses(values: Any, scales: np.ndarray) -> np.ndarray:
-    """Sum of squared errors of a block under each scale: every value goes to the nearest E2M1 value times the scale."""
-    x, grid = np.abs(np.float64(values)), np.float64(E2M1.magnitudes)
-    errors = [np.abs(x[:, None] - grid * scale).min(axis=1) for scale in scales]
-    return np.square(errors).sum(axis=1)
+def losses(values: Any, scales: Any) -> np.ndarray:
+    """Sum of squared errors of blocks (..., 16) under scales (...): each value goes to the nearest E2M1 value times the scale."""
+    x = np.abs(np.float64(values))[..., None]
+    grid = np.float64(E2M1.magnitudes) * np.float64(scales)[..., None, None]
+    found: np.ndarray = np.square(np.abs(x - grid).min(axis=-1)).sum(axis=-1)
+    return found
 
 
 def plot(record: Record, path: Path) -> None:
@@ -84,20 +85,14 @@ def plot(record: Record, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 5.6), width_ratios=(5, 3, 3), layout="constrained")
-    _plot_block(left, record["block"])
-    for axes, of in zip(others, ("weights", "outputs"), strict=True):
-        _plot_layers(axes, record, of)
-    rows = np.arange(len(record["layers"]))[::-1]
-    others[0].set_yticks(
-        rows, [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
-    )
-    others[1].set_yticks(rows, [])
-    others[0].tick_params(axis="y", labelsize=6)
+    plot_block(left, record["block"])
+    plot_layers(others, record)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 
 
-def _plot_block(axes: Any, block: Record) -> None:
+def plot_block(axes: Any, block: Record) -> None:
+    """Error of one block over its scale, and where each of its "scales" lies, by way; "amax" is the tensor's."""
     usual = np.abs(block["values"]).max() / 6
     energy = np.square(block["values"]).sum()
     ends = 0.7, 1.75
@@ -109,17 +104,26 @@ def _plot_block(axes: Any, block: Record) -> None:
         codes, 100 * np.sqrt(losses(block["values"], codes * usual) / energy), ".", color="#222222", ms=5, label="E4M3 scales"
     )
     for way, scale in block["scales"].items():
-        error = 100 * np.sqrt(losses(block["values"], np.array([scale])) / energy)
+        error = 100 * np.sqrt(losses(block["values"], scale) / energy)
         axes.plot(
-            scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error[0]:.1f} %"
+            scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error:.1f} %"
         )
     axes.set(xlabel="scale of the block / (amax / 6)", ylabel="RMS error of the block, %", xlim=ends)
     axes.set_title(f"One block of {block['name'].removesuffix('.weight')}", loc="left")
     axes.legend(frameon=False)
 
 
-def _plot_layers(axes: Any, record: Record, of: str) -> None:
+def plot_layers(pair: Any, record: Record) -> None:
+    """On two axes, SQNR of the weights of every layer and of what they make of text."""
     rows = np.arange(len(record["layers"]))[::-1]
+    names = [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
+    for axes, of, labels in zip(pair, ("weights", "outputs"), (names, []), strict=True):
+        _plot_ways(axes, record, rows, of)
+        axes.set_yticks(rows, labels)
+        axes.tick_params(axis="y", labelsize=6)
+
+
+def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
     for way in WAYS:
         found = [decibels(layer[of], way) for layer in record["layers"]]
         axes.plot(found, rows, MARKS[way], color=COLOURS[way], ms=4, mfc="none", label=f"{way}: {np.mean(found):.2f} dB")

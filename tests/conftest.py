@@ -1,7 +1,10 @@
 """What all tests share: hypothesis that tries the same examples in every run, and the recorded outputs."""
 
+import gc
 import inspect
 import os
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -26,6 +29,14 @@ settings.load_profile("fp4kit")
 # JAX would take most of a GPU's memory, which workers and CuPy share.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Threads of PyTorch sleep when they wait. Beside the other workers they would wait most of their time: 10 s of an example of 3 s.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Processes that the tests start, some hundreds, would each compile the package anew where the environment forbids bytecode files,
+# and so would the next run with these files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
 LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_kernels_compile", "test_train_example")
 LONG += ("test_partial_on_host", "test_fake_on_host", "test_quantize_patch_on_host", "test_wrappers", "test_mpi", "test_readme")
@@ -35,6 +46,17 @@ def pytest_configure(config):
     """xdist keeps the order of pytest_collection_modifyitems; its own puts files of few but long tests last."""
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The tens of thousands of items stay to the end: the garbage collector does not look through them, now or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 MANY = 12  # cases of a test
@@ -56,7 +78,20 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+    if config.pluginmanager.hasplugin("_cov"):
+        mark_uncovered(items)
     sort_long_first(items)
+
+
+PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re.MULTILINE)
+
+
+def mark_uncovered(items):
+    """What plays no GPU adds nothing to what --cov measures (pyproject.toml), and would take half as long again with it."""
+    plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
+    for item in items:
+        if not plays[item.path]:
+            item.add_marker("no_cover")
 
 
 def mark_recipes(items):

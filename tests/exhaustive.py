@@ -22,8 +22,13 @@ def exhaustive(cases: Iterable[Any]) -> list[Any]:
 
 def half(cases: Iterable[Any]) -> list[Any]:
     """Every other case in every run, the rest in an exhaustive one."""
+    return every(2, cases)
+
+
+def every(step: int, cases: Iterable[Any]) -> list[Any]:
+    """The first of each `step` cases in every run, the rest in an exhaustive one."""
     cases = list(cases)
-    return cases[::2] + exhaustive(cases[1::2])
+    return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
 
 
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from codec_inputs import ALL_16_BITS, NANS, SWEEP
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
 
@@ -258,10 +258,12 @@ def test_encode_magnitude_is_encode_of_the_absolute_value(fmt, rounding):
 
 
 float32s = st.floats(width=32, allow_nan=False)
+some = settings(max_examples=30)  # for each format and rounding, of which there are 35
 
 
 @formats
 @roundings
+@some
 @given(x=st.lists(float32s, min_size=2, max_size=20))
 def test_encode_is_monotonic(fmt, rounding, x):
     x = np.sort(np.array(x, np.float32))
@@ -271,6 +273,7 @@ def test_encode_is_monotonic(fmt, rounding, x):
 
 @floats
 @roundings
+@some
 @given(x=st.lists(float32s, min_size=1, max_size=20))
 def test_encode_is_symmetric(fmt, rounding, x):
     x = np.array(x, np.float32)
@@ -279,6 +282,7 @@ def test_encode_is_symmetric(fmt, rounding, x):
 
 @formats
 @roundings
+@some
 @given(x=float32s)
 def test_any_float32(fmt, rounding, x):
     x = np.array([x], np.float32)

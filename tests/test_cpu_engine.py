@@ -21,9 +21,9 @@ from fp4kit.recipes import RECIPES
 pytestmark = NEEDS_ENGINE
 F32 = np.dtype(np.float32)
 X = {dtype: ordinary(8, (128, 256), dtype) for dtype in FLOATS}
-# One dtype of every other recipe in every run, the others in an exhaustive one.
+# One dtype of every other recipe in every run, another of each in an exhaustive one.
 PAIRS = half((name, FLOATS[i % 3]) for i, name in enumerate(NAMES))
-PAIRS += exhaustive((name, dtype) for i, name in enumerate(NAMES) for dtype in FLOATS if dtype != FLOATS[i % 3])
+PAIRS += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(NAMES))
 
 
 def axes_of(x, r):
@@ -108,9 +108,8 @@ def arrays(dtype):
     yield x
 
 
-EVERYTHING = [(name, FLOATS[i % 3]) for i, name in enumerate(RECIPES)]
-OTHERS = [(name, dtype) for name in RECIPES for dtype in FLOATS if (name, dtype) not in EVERYTHING]
-EVERYTHING = half(EVERYTHING) + exhaustive(OTHERS)
+EVERYTHING = half((name, FLOATS[i % 3]) for i, name in enumerate(RECIPES))
+EVERYTHING += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(RECIPES))
 
 
 @pytest.mark.parametrize("pair", EVERYTHING, ids=lambda pair: f"{pair[0]}-{pair[1]}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 
 import ml_dtypes
@@ -30,6 +31,7 @@ every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if 
 # ---- the oracle: lists of fractions ---------------------------------------------------------------------------------------
 
 
+@cache
 def magnitudes_of(fmt):
     """Magnitudes by code, and the one that would be next if the format went on."""
     if fmt.is_integer:

@@ -55,6 +55,7 @@ def test_torch_quantize(torch, recipe):
 
 @pytest.mark.parametrize("call", ["single", "grouped", "quantize"])
 def test_torch_opcheck(torch, call):
+    importlib.import_module("fp4kit.torch")  # registers the operators
     x, plain = torch.from_numpy(X).cuda().requires_grad_(), ("nearest", None)
     arguments = {
         "single": ("fake_quantize", (x, "nvfp4-te", -1, None, None, *plain, None, False)),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from inputs import BF16, NAMES, ORDINARY, codes_of
 
 import fp4kit
@@ -175,11 +176,15 @@ def test_identify_finds_every_bfloat16_amax():
         assert "nvfp4-te" in fp4kit.identify(under("nvfp4-te", amax, x), x).exact
 
 
+NOT_OF_X = *(np.float32([1.0, 1.4140625, 1.9921875]) * np.float32([[64], [3000]])).flat, 77.123456, 1234.5677
+
+
+@pytest.mark.parametrize("amaxes", [NOT_OF_X[1::5], *exhaustive([NOT_OF_X])], ids=len)
 @pytest.mark.parametrize("name", WITH_TENSOR)
-def test_identify_finds_amaxes_that_are_not_of_x(name):
+def test_identify_finds_amaxes_that_are_not_of_x(name, amaxes):
     """bfloat16 ones at several exponents, and float32 ones, of which several may give the scale."""
     x = ORDINARY[:16].astype(BF16)
-    for amax in (*(np.float32([1.0, 1.4140625, 1.9921875]) * np.float32([[64], [3000]])).flat, 77.123456, 1234.5677):
+    for amax in amaxes:
         assert name in fp4kit.identify(under(name, amax, x), x).exact, amax
 
 

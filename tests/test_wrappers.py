@@ -1,6 +1,7 @@
 """fp4kit.torch and fp4kit.jax alike: values and gradients are fp4kit's, and so the recorded ones, in every bit; examples."""
 
 import importlib
+import os
 import subprocess
 import sys
 from functools import cache
@@ -131,6 +132,7 @@ def test_parametrized_layers():
 @pytest.mark.parametrize("name, package", [("torch_autograd", "torch"), ("jax_custom_vjp", "jax")])
 def test_examples_run_and_learn(name, package):
     pytest.importorskip(package)
-    run = subprocess.run([sys.executable, ROOT / "examples" / f"{name}.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command, environment = [sys.executable, ROOT / "examples" / f"{name}.py"], os.environ | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
     losses = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 3 and losses == sorted(losses, reverse=True)
