@@ -12,7 +12,7 @@ from cpu_rows import alternate, watch
 from measure import BF16, F16, F32
 
 import fp4kit
-from fp4kit.cpu.keys import not_encoded, not_faked
+from fp4kit.cpu.keys import not_faked
 
 # From 1 KB of bfloat16 upward; some short of a vector, a row, a block of rows, and some of three dimensions.
 SHAPES = (
@@ -30,10 +30,9 @@ MOST_DECLINED = 1 << 14  # elements; a recipe that the engine declines takes the
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], Case]]:
     """What makes a call on x; making it raises ValueError where the recipe does not take the shape."""
     r, few = fp4kit.recipe(recipe), x.size <= MOST_DECLINED
-    if not r.fake_only and (few or not_encoded(r) is None):
+    if not r.fake_only:
         yield lambda: quantize(recipe, x)
         yield lambda: quantize(recipe, x, "quantize along columns", axis=0)
-    if not r.fake_only:
         yield lambda: dequantize(recipe, x, x.dtype)
     if few or not_faked(r) is None:
         yield lambda: fake_quantize(recipe, x)

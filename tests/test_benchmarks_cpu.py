@@ -137,7 +137,8 @@ def test_a_ratio_near_one_is_taken_again_and_declined_recipes_are_few_elements(m
     assert taking(1e-4, 1e-2) > 10 and not turns
     assert 0.6 < taking(2e-3, 2e-3) < 1.6 and turns[0] == cpu_sweep.TURNS[0][0]
     of = lambda recipe, rows: len(list(cpu_sweep.cases(recipe, np.zeros((rows, 256), np.float32))))  # noqa: E731
-    assert of("nvfp4-te-4over6-mse-256", 16) == of("nvfp4-te", 4096) == 4 and of("nvfp4-te-4over6-mse-256", 4096) == 1
+    assert of("nvfp4-te", 16) == of("nvfp4-te", 4096) == 4
+    assert of("mxfp4-microxcaling-even", 16) == 1 and of("mxfp4-microxcaling-even", 4096) == 0
 
 
 def test_calls_of_other_libraries_must_give_the_values(monkeypatch):
