@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -236,31 +237,46 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     return len(sharing.shared_amax_groups(taken))
 
 
+def _seconds(call: Callable[[], None]) -> float:
+    """Of a CPU, the best of five, since other work may disturb one; what other tests left is not searched for garbage."""
+    found = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            start = time.process_time()
+            call()
+            found.append(time.process_time() - start)
+    finally:
+        gc.enable()
+    return min(found)
+
+
 @pytest.mark.exhaustive
 def test_100_000_names_take_less_than_a_second() -> None:
-    """Of a CPU, with all rules, patterns and sharing; the best of three, since other work may disturb one."""
+    """With all rules, patterns and sharing."""
     modules = _big_model()
     wishes = Wishes("experts", 1, 1, ("*.layers.7.*", "*.experts.3.*"), ("*.experts.*", "model.layers.5.*"))
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
+
+    def decide_all() -> None:
         assert _decide_all(modules, wishes) == 58 * 549 * 2
-        seconds.append(time.process_time() - start)
-    print(f"{len(modules)} names decided in {min(seconds):.2f} s")
-    assert len(modules) > 100_000 and min(seconds) < 1
+
+    seconds = _seconds(decide_all)
+    print(f"{len(modules)} names decided in {seconds:.2f} s")
+    assert len(modules) > 100_000 and seconds < 1
 
 
 @pytest.mark.exhaustive
 def test_100_000_names_of_megatron_take_less_than_a_second() -> None:
     names = [f"decoder.layers.{i}.mlp.experts.linear_fc{n}.weight{e}" for i in range(61) for e in range(550) for n in (1, 2)]
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        modules = [name.removesuffix(".weight") for megatron in names for name in hugging_face_names(megatron)]
+    modules = []
+
+    def decide_all() -> None:
+        modules[:] = [name.removesuffix(".weight") for megatron in names for name in hugging_face_names(megatron)]
         assert _decide_all(modules, Wishes("experts")) == 61 * 550 * 2
-        seconds.append(time.process_time() - start)
-    print(f"{len(modules)} names from {len(names)} of Megatron decided in {min(seconds):.2f} s")
-    assert sorted(modules) == sorted(_big_model()) and min(seconds) < 1
+
+    seconds = _seconds(decide_all)
+    print(f"{len(modules)} names from {len(names)} of Megatron decided in {seconds:.2f} s")
+    assert sorted(modules) == sorted(_big_model()) and seconds < 1
 
 
 def test_the_patterns_of_a_hostile_user_are_bounded() -> None:
