@@ -8,7 +8,7 @@ import numpy as np
 from cpu_cases import Case
 
 import fp4kit
-from fp4kit.call.search_scales import search_call
+from fp4kit.call.search_scales import Wanted, search_call
 from fp4kit.cpu.search_scales import search_matrix
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.codec import decode
@@ -44,7 +44,7 @@ def loop(x: np.ndarray) -> np.ndarray:
 
 def unproven(x: np.ndarray) -> float:
     """The share of blocks that the bounds do not prove."""
-    search = search_call("search_scales", x, RECIPE, -1, tensor_amax=None, weights=None, hessian=None, candidates="all")
+    search = search_call("search_scales", x, RECIPE, -1, None, Wanted())
     found, counted = np.zeros((len(x), x.shape[1] // 16), np.float32), np.zeros(1, np.uint64)
     search_matrix(x, found, fp4kit.amax(x), search, counted)
     return int(counted[0]) / found.size

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_cases import NEEDS_ENGINE
 from inputs import BF16, ordinary
 
 import fp4kit
@@ -23,6 +24,7 @@ import cpu_ggml  # noqa: E402
 import cpu_peers  # noqa: E402
 import cpu_report  # noqa: E402
 import cpu_rows  # noqa: E402
+import cpu_search  # noqa: E402
 import cpu_sweep  # noqa: E402
 
 COMMITTED = BENCHMARKS / "results" / "cpu.json"
@@ -209,3 +211,9 @@ def test_the_peers_script_needs_no_fp4kit():
     text = (BENCHMARKS / "cpu_peers.py").read_text()
     assert "import fp4kit" not in text and "from cpu_" not in text
     assert "usage" in subprocess.run([sys.executable, BENCHMARKS / "cpu_peers.py", "-h"], capture_output=True, text=True).stdout
+
+
+@NEEDS_ENGINE
+def test_the_share_of_blocks_that_bounds_do_not_prove():
+    x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+    assert 0 <= cpu_search.unproven(x) < 0.05
