@@ -100,8 +100,10 @@ class Launch:
         except IndexError:
             slot = _Slot.of(self._layout.size)
         self._layout.pack_into(slot.memory, 0, *values, *self._sizes)
-        if stream is None or not self._by_driver(slot, stream):
-            self._function(self._grid, self._block, (slot.struct,), **({} if stream is None else {"stream": stream}))
+        if stream is None:
+            self._function(self._grid, self._block, (slot.struct,))
+        elif not self._by_driver(slot, stream):
+            self._function(self._grid, self._block, (slot.struct,), stream=stream)
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:

@@ -40,9 +40,9 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if "threads" not in kwargs or kwargs["threads"] is None:
+        count: Any = kwargs.get("threads")
+        if count is None:
             return function(*args, **kwargs)
-        count: Any = kwargs["threads"]
         with taking(function.__name__, count):
             return function(*args, **kwargs)
 
