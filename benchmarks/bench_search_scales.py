@@ -52,6 +52,9 @@ def run(bench: Bench) -> None:
         others = sweep(bench, x, amax, found)
         search = lambda x=x, amax=amax: fp4kit.search_scales(x, RECIPE, tensor_amax=amax)  # noqa: E731
         bench.row("search", RECIPE, x, element_bytes(x=dtype) | AMAXES, search, peers=others)
+        if x.shape != TALL:
+            near = lambda x=x, amax=amax: fp4kit.search_scales(x, RECIPE, tensor_amax=amax, candidates="near")  # noqa: E731
+            bench.row("search, near", RECIPE, x, traffic, near)
     x = bench.normal(BF16, TALL)
     amax, columns = fp4kit.amax(x), TALL[1]
     weights = bench.cupy.asarray(np.random.default_rng(2).random(columns, np.float32))

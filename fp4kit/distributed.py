@@ -208,7 +208,7 @@ class Nccl:
     def all_reduce_max(self, array: Any) -> Any:
         """See Communicator; a CuPy array is reduced in place."""
         if _is_host(array):
-            return self.all_reduce_max(interop.cupy().asarray(array)).get()
+            return self.all_reduce_max(interop.to_device(array)).get()
         self._check(array)
         kind = getattr(self._nccl, f"NCCL_{array.dtype.name.upper()}", None)
         if kind is None:
@@ -221,7 +221,7 @@ class Nccl:
         """See Communicator; one collective call for equal counts, else one broadcast a rank, as one group."""
         counts = _check_gather(array, counts, self)
         if _is_host(array):
-            found = self.all_gather(interop.cupy().asarray(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
+            found = self.all_gather(interop.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
             return SingleProcess().all_gather(found.get().view(array.dtype), out=out)
         self._check(array)
         out = _empty(array, sum(counts)) if out is None else out

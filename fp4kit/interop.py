@@ -192,6 +192,11 @@ def cupy() -> Any:
     return module
 
 
+def to_device(host: np.ndarray) -> Any:
+    """A NumPy array on the current device. A number goes as a row: else CuPy compiles a kernel, for seconds."""
+    return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
+
+
 def making_current(device: int) -> AbstractContextManager[Any]:
     """Context in which a device is the current one: nothing to do where it already is."""
     cuda = cupy().cuda

@@ -131,7 +131,7 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
     if there and device in (None, q.packed.device.id):
         return q
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):
-        return q.with_parts(cupy.array if there else cupy.asarray)
+        return q.with_parts(cupy.array if there else interop.to_device)
 
 
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8
-from fp4kit.interop import check_tensor, cupy, import_arrays, making_current
+from fp4kit.interop import check_tensor, import_arrays, making_current, to_device
 from fp4kit.layouts import pack
 from fp4kit.parts import fitting_shape
 from fp4kit.recipes import Recipe
@@ -149,7 +149,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):
-        return cupy().asarray(host)
+        return to_device(host)
 
 
 @ieee("from_parts")

@@ -1,6 +1,11 @@
 """What is searched in tests: blocks, and Hessians of their columns."""
 
+from typing import Any
+
 import numpy as np
+
+from fp4kit.formats import E2M1, E4M3
+from fp4kit.reference.codec import decode
 
 STATIC = "nvfp4-modelopt-static"
 
@@ -17,6 +22,57 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
     x[44:48] = np.where(rng.random((4, 64)) < 0.9, 0, x[44:48])
     x[48:56] *= 2.0**-13
     return (x * rng.choice([-1, 1], x.shape)).astype(dtype)
+
+
+def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
+    """float64 (12 each, 16) under a tensor amax: what bounds of losses are made for, and what they leave to exact losses.
+
+    Multiples of a scale that are values, ties, or next to either; ends of a table's rows; equal elements; one that is far larger.
+    """
+    rng = np.random.default_rng(seed)
+    values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)
+    ties = (values[1:] + values[:-1]) / 2
+    scales = amax / 448 / 6 * decode(np.arange(1, 127, dtype=np.uint8), E4M3).astype(np.float64)
+
+    def drawn(choices: Any) -> np.ndarray:
+        return rng.choice(choices, (each, 16))
+
+    def powers(least: float) -> np.ndarray:
+        return 2.0 ** rng.uniform(least, 0, (each, 1))
+
+    def scale(least: int = 0) -> np.ndarray:
+        return np.float32(rng.choice(scales[least:], (each, 1))).astype(np.float64)
+
+    normal, one = rng.standard_normal((each, 16)), np.zeros((each, 16))
+    one[np.arange(each), rng.integers(0, 16, each)] = 1
+    rows = rng.integers(0, 449, (each, 16)) / 64 + drawn([0, 1 / 128, -1 / 128])
+    kinds = [
+        normal * amax / 6 * powers(-6),
+        rng.standard_t(3, (each, 16)) * amax / 12 * powers(-4),
+        rng.uniform(-1, 1, (each, 16)) * amax * powers(-16),
+        drawn(values) * scale(),
+        drawn(ties) * scale() * (1 + drawn([0, 6e-8, -6e-8, 2e-7])),
+        drawn([0, 1, 2, 3, 4, 6, 0.25, 0.75, 1.25, 1.75]) * scale(7) * (1 + drawn([0, 1e-7, -1e-7, 1e-3])),
+        drawn([5, 7, 4.999, 6.999]) * scale(7),
+        drawn([0, 1]) * amax * powers(-9),
+        one * amax * powers(-12) + normal * amax * 1e-4 * powers(-4),
+        2.0 ** rng.integers(-12, 1, (each, 16)) * amax,
+        drawn([0.5, 1, 1.5, 2, 3, 4, 6, 5, 7]) * 2.0 ** rng.integers(-8, -2, (each, 1)) * amax / 7,
+        rows * scale(7) * (1 + drawn([0, 1e-7, -1e-7, 1e-6])),
+    ]
+    x = np.clip(np.concatenate(kinds), -amax, amax) * rng.choice([-1, 1], (12 * each, 16))
+    return rng.permutation(x)
+
+
+def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
+    """float32 (12, 16), tensor amax, and the amaxes of scales that lose to twice themselves: by a quotient that misses a tie."""
+    amax = np.float32(1.6369617)
+    codes = np.arange(13, 109, 8, dtype=np.uint8)
+    amaxes = amax * (decode(codes, E4M3) * np.float32(1 / 448))
+    scales = amaxes * np.float32(1 / 6)
+    x = np.resize(np.float32([6, 2, 4]), 16) * scales[:, None]
+    x[:, 5] = np.float32(1.75) * scales  # above 1.75 scales by less than a quotient is off
+    return x, amax, amaxes
 
 
 def of_nearly_equal_errors() -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from host import cupy_on_host as cupy
@@ -11,6 +13,7 @@ from inputs import BF16, ordinary
 import fp4kit
 from fp4kit.cuda import geometry, launch, pack_codes
 from fp4kit.cuda.memory import FLOAT32, UINT8, New, memory_of
+from fp4kit.cuda.ways import Work, way_of
 from fp4kit.evidence.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
@@ -157,3 +160,14 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
     geometry.check_count(1 << 33)
     with pytest.raises(ValueError, match=r"a kernel takes at most 8589934592 \(2\^33\); cut the first axis"):
         geometry.check_count((1 << 33) + 1)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
+def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
+    """Of blocks alone: without them all elements are one row, which kernels number in 64 bits."""
+    monkeypatch.setattr(launch, "_function", lambda *arguments: None)
+    for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
+        work = Work(fp4kit.recipe(recipe), BF16, (2, columns))
+        refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
+        with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
+            launch.launch_by.__wrapped__(way_of(work), work, True, 0)

@@ -15,7 +15,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 from on_gpu import check as gpu_check
 from powers import POWERS as POWERS_OF_ERRORS
 from powers import errors, nearly_equal
-from searched import STATIC, hessians, searched_blocks
+from searched import STATIC, blocks_at_bounds, hessians, searched_blocks, where_twice_a_scale_wins
 
 import fp4kit
 from fp4kit.call.amaxes import has_given_powers
@@ -61,6 +61,23 @@ def test_any_tensor_amax(amax) -> None:
 @pytest.mark.parametrize("candidates", ["near", (-2, 6), (0, 0), (3, 9), (-200, 0)])
 def test_candidates(recipe, candidates) -> None:
     check(searched_blocks(BF16), recipe, tensor_amax=4.0, candidates=candidates)
+
+
+@pytest.mark.parametrize("amax", [2688.0, 3.7, *exhaustive([2.0**-41, 1e12])])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float32])])
+def test_blocks_at_bounds(dtype, amax) -> None:
+    x = blocks_at_bounds(amax, 640).astype(dtype).reshape(-1, 64)
+    for candidates in ("all", "near", (-3, 1), (-100, -2), (4, 100)):
+        check(x, tensor_amax=np.float32(amax), candidates=candidates)
+    check(x, "nvfp4-modelopt-static-4over6", tensor_amax=np.float32(amax))
+
+
+def test_twice_a_scale_may_win() -> None:
+    x, amax, amaxes = where_twice_a_scale_wins()
+    assert differing(fp4kit.search_scales(cupy.asarray(x), STATIC, tensor_amax=amax), 2 * amaxes[:, None]) == 0
+    check(x, tensor_amax=amax)
+    check(x, tensor_amax=amax, candidates="near")
+    check(np.resize(x, (96, 64)), tensor_amax=amax)
 
 
 def test_weights() -> None:

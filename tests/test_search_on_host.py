@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from exhaustive import exhaustive
 from host.cases import F16, F32
-from host.cases_search import AMAXES, KINDS, GroupedSearch, Power, Search
+from host.cases_search import AMAXES, KINDS, Bounds, GroupedSearch, Power, Search
 from inputs import BF16
 
 from fp4kit.reference.hadamard import TE_SIGN_MASK
@@ -13,7 +13,7 @@ from fp4kit.reference.hadamard import TE_SIGN_MASK
 USUAL = [Search(F32, kind) for kind in ("weights", "square hessian", "powers", "p2.4")]
 ANY_GRID = [kind for kind in KINDS if kind != "hessian"]  # its grid is no other: test_gpu_search.py
 GROUPED = [GroupedSearch(F32), GroupedSearch(BF16, 11), GroupedSearch(F16, mask=TE_SIGN_MASK)]
-SOON = [Power(), *USUAL, *GROUPED[:1], AMAXES[0], AMAXES[2]]
+SOON = [Power(), Bounds(), *USUAL, *GROUPED[:1], AMAXES[0], AMAXES[2]]
 REST = [case for case in (Search(dtype, kind) for kind in ANY_GRID for dtype in (BF16, F32, F16)) if case not in USUAL]
 
 

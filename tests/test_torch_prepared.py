@@ -211,3 +211,22 @@ def test_other_amaxes_have_no_key(other):
 def test_tensors_of_the_host_have_no_key(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", False)
     assert key(tensor()) is None
+
+
+@pytest.mark.parametrize("straight", [True, False], ids=["straight from the allocator", "by an older PyTorch"])
+@pytest.mark.parametrize("shape", [(), (3,), (64, 128), (2, 5, 7)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_new_tensors(monkeypatch, shape, dtype, straight):
+    if not straight:
+        monkeypatch.setattr(torch_arrays, "_straight_maker", lambda kind: None)
+    for zeros in (False, True):
+        make = torch_arrays.maker(torch.device("cpu"), shape, torch_arrays.numpy_dtype("", dtype), zeros)
+        a, b = make(), make()
+        assert (a.shape, a.dtype, a.is_contiguous(), a.requires_grad) == (shape, dtype, True, False)
+        assert a.data_ptr() != b.data_ptr() and a.untyped_storage().nbytes() == a.numel() * a.itemsize
+        assert not zeros or not a.any()
+
+
+def test_this_pytorch_allocates_straight():
+    assert torch_arrays._straight_maker("cpu") and torch_arrays._straight_maker("cuda")
+    assert torch_arrays._straight_maker("abacus") is None

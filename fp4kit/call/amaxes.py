@@ -53,7 +53,7 @@ def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
         amax = reshape_amax(op, given, moved_shape, recipe)
         return amax if amax.flags.c_contiguous else amax.copy()
     checked = check_tensor_amax(op, given, moved_shape, recipe)
-    return interop.cupy().asarray(checked) if on_device else checked
+    return interop.to_device(checked) if on_device else checked
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:

@@ -56,4 +56,4 @@ def given_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Rec
     if bad.any():
         what = "NaN" if np.isnan(scale[bad]).any() else "negative"
         raise ValueError(f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0")
-    return interop.cupy().asarray(scale) if on_device else scale
+    return interop.to_device(scale) if on_device else scale

@@ -16,6 +16,7 @@ THREADS = 256
 BLOCKS_PER_SM = 16
 MOST_THREADS = 2048  # of a multiprocessor
 MOST_ELEMENTS = 1 << 33  # of one launch
+MOST_COLUMNS = (1 << 32) - 1  # of a row of blocks
 UNLIMITED = 1 << 16  # blocks per multiprocessor where each takes one piece of the work
 
 
@@ -36,6 +37,12 @@ def check_count(elements: int) -> None:
         raise ValueError(
             f"fp4kit.cuda: a matrix of {elements} elements; a kernel takes at most {MOST_ELEMENTS} (2^33); cut the first axis"
         )
+
+
+def check_columns(columns: int) -> None:
+    """Raise ValueError for a row of blocks whose elements cannot be numbered in 32 bits, as kernels do."""
+    if columns > MOST_COLUMNS:
+        raise ValueError(f"fp4kit.cuda: a row of {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows")
 
 
 def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from fp4kit import interop
 from fp4kit.cuda import geometry, loader
 from fp4kit.cuda.clip import CLIP
-from fp4kit.cuda.geometry import THREADS, address, aligned, check_count
+from fp4kit.cuda.geometry import THREADS, address, aligned, check_columns, check_count
 from fp4kit.cuda.launch import AMAX, Matrix, is_whole, struct_of, transform_struct
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import TYPES, has_table
@@ -41,9 +41,10 @@ class Launch:
     grid: int
     arguments: np.ndarray  # plain bytes: see geometry.Launch
     held: tuple[Any, ...]  # the table, and the arrays it points to
+    threads: int = THREADS  # of a block
 
     def __call__(self) -> None:
-        self.function((self.grid,), (THREADS,), (self.arguments,))
+        self.function((self.grid,), (self.threads,), (self.arguments,))
 
 
 def is_small(members: Sequence[Any]) -> bool:
@@ -109,6 +110,8 @@ def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int 
     arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
     sizes = [w.seen_shape if m.x.size else m.x.shape for m, w in zip(matrices, works, strict=True)]
     arguments["rows"], arguments["columns"] = zip(*sizes, strict=True)
+    if r.block:
+        check_columns(int(arguments["columns"].max()))
     device, small = first.x.device.id, is_small(matrices)
     function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
     simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little

@@ -13,7 +13,7 @@ import numpy as np
 
 from fp4kit import interop
 from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, aligned, check_count, grid, resident
+from fp4kit.cuda.geometry import THREADS, UNLIMITED, Launch, address, aligned, check_columns, check_count, grid, resident
 from fp4kit.cuda.stub import instantiation
 from fp4kit.cuda.traits import FINDERS, TYPES, recipe_struct
 from fp4kit.cuda.ways import KEPT, MOST_RUNS, VALUE_RUNS, Way, Work, value_blocks, way_of
@@ -78,6 +78,8 @@ def launch_by(way: Way, work: Work, whole: bool, device: int) -> Launch:
     """The launch of a way for a work; called with the addresses of the way's pointers, and seed and group where it takes them."""
     sizes = way.sizes(work)
     check_count(sizes[0] * sizes[1])
+    if work.recipe.block:
+        check_columns(sizes[1])
     function = _function(way.kernel, struct_of(work), work.dtype, whole, device)
     blocks = way.grid(work, device)
     if work.finds_amax:

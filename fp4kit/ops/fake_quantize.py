@@ -112,7 +112,7 @@ def clip_amax(call: Call, given: Any) -> Any:
             raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
         return _reshape_clip_amax(given, call)
     host = _reshape_clip_amax(check_clip_amax(call.op, given), call)
-    return interop.cupy().asarray(host) if call.on_device else host
+    return interop.to_device(host) if call.on_device else host
 
 
 def _reshape_clip_amax(amax: Any, call: Call) -> Any:

@@ -92,7 +92,6 @@ def pair_of(q: Quantized, x: Any) -> Pair:
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
     """best_match of all bytes, where they are; on the host where a GPU has no kernel for r, or not the memory."""
     if pair.on_gpu:
-        put = interop.cupy().asarray
         with suppress(NotImplementedError, MemoryError), interop.making_current(pair.x.device.id):
-            return best_match(*pair, r, [None if a is None else put(a) for a in amaxes])
+            return best_match(*pair, r, [None if a is None else interop.to_device(a) for a in amaxes])
     return best_match(*host, r, amaxes)

@@ -20,15 +20,20 @@ from fp4kit.cuda import loader
 from fp4kit.cuda.engine import search_amaxes
 from fp4kit.cuda.engine.search_amaxes import bits_of
 from fp4kit.cuda.engine.search_factors import search_factors
-from fp4kit.cuda.engine.search_scales import search_group, search_matrix
+from fp4kit.cuda.engine.search_scales import SEARCH_THREADS, search_group, search_matrix
 from fp4kit.cuda.geometry import THREADS, Launch, address, grid
+from fp4kit.cuda.stub import instantiation
+from fp4kit.cuda.traits import recipe_struct
+from fp4kit.formats import E2M1, E4M3
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference import engine
+from fp4kit.reference.codec import decode
 from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.power import power
 from fp4kit.reference.search import search_matrix as specified
 from fp4kit.reference.search_amaxes import multiples
+from fp4kit.reference.search_scales import SIXTH
 
 Result = tuple[str, np.ndarray, np.ndarray]
 
@@ -166,6 +171,45 @@ class Power:
             put_powers(DeviceArray(d), out, p)
             with np.errstate(all="ignore"):
                 yield f"{p}", out.array, power(d, p)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Lower bounds of losses alone, of blocks below 7 scales of a normal code: never above a loss, seldom far below it."""
+
+    def __str__(self) -> str:
+        return "bounds"
+
+    def run(self) -> Iterator[Result]:
+        rng, units, blocks = np.random.default_rng(0), 85, 8192
+        first = rng.integers(8, 119, blocks).astype(np.uint32)
+        codes = (first[:, None] + np.arange(8)).astype(np.uint8)
+        scales = (np.float32(3.7) * (decode(codes, E4M3) * np.float32(1 / 448)) * SIXTH).astype(np.float32)
+        ends = (rng.integers(0, 447, (blocks, 16)) + 0.5 + rng.choice([-1e-4, 0, 1e-4], (blocks, 16))) / 64  # of a table's rows
+        u = np.where(rng.random((blocks, 16)) < 0.5, rng.random((blocks, 16)) * 6.998, ends)
+        u[: blocks // 2, 1:] = 0  # what one element adds
+        x = (u * scales[:, :1]).astype(np.float32)
+        sums = DeviceArray.output((blocks, 8), np.uint32)
+        put_bounds(*map(DeviceArray, (x, np.float32(1) / scales[:, 0], first)), sums)
+        values = decode(np.arange(8, dtype=np.uint8), E2M1) * scales[..., None].astype(np.float64)
+        left = np.abs(values[:, :, None, :] - x[:, None, :, None]).min(axis=-1) / scales[:, :1, None]
+        most = np.floor(units * (left**2).sum(axis=-1)).astype(np.uint32)
+        closed = np.arange(8) > np.arange(blocks)[:, None] % 8
+        places, found = sums.array % 8, sums.array // 8
+        yield "places", places, np.broadcast_to(np.arange(8, dtype=np.uint32), places.shape).copy()
+        yield "bounds above a loss", (found > most) & ~closed, np.zeros_like(closed)
+        yield "bounds of codes that are no candidates", found[closed] > 16 * units, np.ones(closed.sum(), bool)
+        far = np.mean(((found < 0.8 * most) & ~closed)[blocks // 2 :]) > 0.1
+        yield "bounds far below", np.array(far), np.array(False)
+
+
+def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
+    """Sums of bounds by the header of the kernels."""
+    text = instantiation("search", recipe_struct(STATIC_RECIPE)).replace("search.cu", "loss_bounds.cuh")
+    text += Path(__file__).with_name("bounds.cu").read_text()
+    fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])
+    function = loader.function(text, "bounds_kernel", x.device.id)
+    Launch(function, 2, fields, len(x.array), threads=SEARCH_THREADS)(*map(address, (x, reciprocals, first, out)))
 
 
 def put_powers(d: Any, out: Any, p: float) -> None:

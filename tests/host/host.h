@@ -129,13 +129,22 @@ inline int __syncthreads_or(int value) {
 }
 inline void sync_group(unsigned number, unsigned threads) { host_wait(host_groups[number], threads); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
-inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned host_from_lane(unsigned value, unsigned lane) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = value;
   host_wait(warp, kHostWarp);
-  const unsigned result = host_lanes[threadIdx.x ^ lane_mask];
+  const unsigned result = host_lanes[threadIdx.x / kHostWarp * kHostWarp + lane];
   host_wait(warp, kHostWarp);
   return result;
+}
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
+  return host_from_lane(value, threadIdx.x % kHostWarp ^ lane_mask);
+}
+inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return host_from_lane(value, lane % kHostWarp); }
+inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned delta) {
+  const unsigned lane = threadIdx.x % kHostWarp;
+  return host_from_lane(value, lane < delta ? lane : lane - delta);
 }
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];

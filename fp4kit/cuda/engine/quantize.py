@@ -87,4 +87,4 @@ def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
     """Tensor scales of an array without elements."""
     for q in results:
         if q is not None and q.tensor_scale is not None:
-            q.tensor_scale[...] = interop.cupy().asarray(tensor_scale(amax.get(), call.recipe, call.x.dtype).decode)
+            q.tensor_scale[...] = interop.to_device(tensor_scale(amax.get(), call.recipe, call.x.dtype).decode)

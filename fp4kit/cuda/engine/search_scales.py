@@ -35,6 +35,7 @@ _SWEEP = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL = (-WIDEST, WIDEST)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a sweep: kLanes
+SEARCH_THREADS, SEARCH_BLOCKS = 512, 2  # where bounds are shared: threads of a thread block, those of a multiprocessor
 WIDEST_BLOCK = 1024  # columns of a block in a sweep
 _WORD = (1 << 64) - 1  # of a signed number
 
@@ -90,21 +91,22 @@ def search_matrix(
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
     weighted, of_columns = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
-    pruned = _is_pruned(r, terms)
+    pruned, threads = _is_pruned(r, terms), THREADS
     if not pruned:
         function = _function("search_sweep", r, x.dtype, device, kAligned=whole, kWeighted=weighted, **_loss(terms))
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
         function = _function("search", r, x.dtype, device, mask, kAligned=whole, kWeighted=weighted)
-        blocks = grid(-(-x.size // RUN // THREADS), device, 8)
+        threads, most = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
+        blocks = grid(-(-x.size // RUN // threads), device, most)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
         strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
         blocks = columns // RUN * strips
     offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
     sizes = (rows, columns, *(end & _WORD for end in offsets))
-    launch = Launch(function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))))
+    launch = Launch(function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads)
     launch(*map(address, (x, amax, of_columns, out, unproven)))
 
 
@@ -160,7 +162,8 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small}
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
     parts = grouped.parts_of(np.array([x.size for x in xs]), device)
-    return grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
+    launch = grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)
+    return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 
 @cache

@@ -1,11 +1,19 @@
 // search: the amax of each block of 16 that gives the scale of least loss; nothing else of the matrix is written.
-#include "search.cuh"
+#include "search_sieve.cuh"
 
 // What a warp's thread leaves for the others: a block that all of them search.
 template <bool kWeighted>
 struct Left {
   Searched<kWeighted> block;
   Span span;
+};
+
+// What the threads of a thread block share.
+template <bool kWeighted>
+struct Common {
+  Candidates candidates;
+  Left<kWeighted> left[kSearchThreads<kWeighted> / 32];
+  Sieve<kWeighted> sieve;
 };
 
 // The first code of least loss in a span, by all threads of a warp.
@@ -27,52 +35,62 @@ FP4KIT_DEVICE u32 search_fully(const Left<kWeighted>& left, const Candidates& sh
 }
 
 template <class R, class In, bool kAligned, bool kWeighted>
-FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, i64 i, i64 blocks) {
+FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   Searched<kWeighted> block;
-  Run<In, kSearched> run = read_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + i * kSearched);
+  Run<In, kSearched> run = read_run<In, kSearched, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(i) * kSearched);
   if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
   widen_run(run, block.a);
 #pragma unroll
-  for (int j = 0; j < kSearched; ++j) block.a[j] = magnitude_of(block.a[j]);
+  for (int j = 0; j < kSearched; ++j) block.a[j] = float_of(opaque(bits_of(block.a[j]) & 0x7FFFFFFFu));  // once, not for each use
   if constexpr (kWeighted) load_run<Float32, kSearched, true>(a.of_columns + i % blocks * kSearched, block.w);
   return block;
 }
 
 template <class R, class In, bool kAligned, bool kWeighted>
-FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid) {
-  __shared__ Candidates shared;
-  __shared__ Left<kWeighted> all_left[kThreads / 32];
+FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>& common) {
+  Candidates& shared = common.candidates;
   const float amax_of_tensor = *a.tensor_amax;
   make_candidates<R>(shared, amax_of_tensor);
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
-  Left<kWeighted>& left = all_left[threadIdx.x / 32u];
-  const i64 blocks = a.columns / kSearched, count = a.rows * blocks;
-  u64 unproven = 0;
-  for (i64 first = first_item(grid) - threadIdx.x % 32u; first < count; first += item_stride(grid)) {
-    const i64 i = first + threadIdx.x % 32u;
-    const bool is_block = i < count;
-    Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, is_block ? i : count - 1, blocks);
+  const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
+  Left<kWeighted>& left = common.left[warp];
+  const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
+  u32 unproven = 0u;
+  for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += static_cast<u32>(item_stride(grid))) {
+    const u32 i = minimum(first + lane, count - 1u);
+    const bool is_block = first + lane < count;
+    Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(block.a[j]));
-    const float amax = float_of(largest);
+    const float amax = float_of(opaque(largest));
     const Span span = span_of<R>(a, amax, t);
     Best best = {float_of(kInfinityBits), span.low};
     bool proven = !is_block || amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
-    if (!proven && shared.ordinary) proven = search_near(block, amax, span, shared, best);
+    u32 normal = 0u;
+    if constexpr (!kWeighted) {
+      if (!proven && shared.ordinary) normal = normal_first(amax, span, shared);
+      Screened screened = {};
+      if (normal) screened = screen(block, amax, span, normal, shared, common.sieve.bounds);
+      try_open(block, screened, shared, common.sieve.jobs[warp]);
+      if (normal) best = screened.best, proven = is_proven(block, screened, span, shared);
+    }
+    if (!proven && !normal && shared.ordinary) proven = search_near(block, amax, span, shared, best);
     for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
-      const u32 lane = 31u - __clz(open & (0u - open));
-      if (threadIdx.x % 32u == lane) left = {block, span};
+      const u32 owner = 31u - __clz(open & (0u - open));
+      if (lane == owner) left = {block, span};
       __syncwarp();
       const u32 code = search_fully(left, shared);
-      if (threadIdx.x % 32u == lane) best.code = code, ++unproven;
+      if (lane == owner) best.code = code, ++unproven;
       __syncwarp();
     }
-    if (is_block) a.block_amax[i] = candidate_amax<R>(best.code, amax_of_tensor);
+    if (is_block) a.block_amax[i] = shared.amaxes[best.code];
   }
-  if (a.unproven && unproven) atomicAdd(a.unproven, unproven);
+  if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) search_kernel(SearchArguments a) {
-  search<R, Input, kAligned, kWeighted>(a, whole_grid());
+extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
+  __shared__ Common<kWeighted> common;
+  make_sieve<R>(common.sieve);
+  search<R, Input, kAligned, kWeighted>(a, whole_grid(), common);
 }

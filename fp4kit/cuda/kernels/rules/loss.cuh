@@ -104,10 +104,13 @@ FP4KIT_UNROLL
 
 constexpr float kSure = 1.0f - 0x1p-16f;  // of a loss, what the nearest values leave of it at least
 
-// The least E4M3 code of a value of at least x >= 0: 127 above 448.
+// The least E4M3 code of a value of at least x, if that is normal; a lower one, or less than any, if not.
+FP4KIT_DEVICE i32 normal_code_above(float x) { return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3); }
+
+// The same of any x >= 0: 127 above 448.
 FP4KIT_DEVICE u32 code_above(float x) {
-  if (x >= 0x1p-6f) return minimum((bits_of(x) + 0xFFFFFu >> 20) - (120u << 3), 127u);
-  return maximum((bits_of(x + 0x1p-6f) + 0xFFFFFu >> 20) - (121u << 3), 1u);
+  if (x >= 0x1p-6f) return minimum(static_cast<u32>(normal_code_above(x)), 127u);
+  return maximum(static_cast<u32>(normal_code_above(x + 0x1p-6f)) - 8u, 1u);
 }
 
 // The first candidate of least loss, of those that were looked at.
@@ -145,6 +148,15 @@ FP4KIT_UNROLL
     near |= magnitude_of(v - nearest_e2m1(v)) >= half * (1.0f - 0x1p-18f);
   }
   return near;
+}
+
+// Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v - 0.5| or |v - 1.5| < 0.249.
+FP4KIT_DEVICE bool has_own_value(const Searched<false>& block, Candidate c) {
+  float nearest = float_of(kInfinityBits);
+FP4KIT_UNROLL
+  for (int i = 0; i < kSearched; ++i)
+    nearest = fminf(nearest, fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f));
+  return nearest < 0.249f;
 }
 
 // Whether no square that decides is lost, or too large, for weights that are far from 1: of a block, by the scale of its first code.

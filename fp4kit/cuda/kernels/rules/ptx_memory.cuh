@@ -38,3 +38,24 @@ FP4KIT_DEVICE void prefetch_l2(const void* from) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(kBytes) : "memory");
 #endif
 }
+
+// What `memory` in shared memory has in a place: its offset there, and the eight bytes at an offset.
+template <class T>
+FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
+#ifdef __CUDA_ARCH__
+  return static_cast<u32>(__cvta_generic_to_shared(place));
+#else
+  return static_cast<u32>(static_cast<const char*>(place) - reinterpret_cast<const char*>(&memory));
+#endif
+}
+
+template <class T>
+FP4KIT_DEVICE u64 load_shared(const T& memory, u32 offset) {
+#ifdef __CUDA_ARCH__
+  u64 y;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(y) : "r"(offset));
+  return y;
+#else
+  return *reinterpret_cast<const u64*>(reinterpret_cast<const char*>(&memory) + offset);
+#endif
+}

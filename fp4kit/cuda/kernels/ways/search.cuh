@@ -30,13 +30,17 @@ struct SearchArguments {
 // What threads of a thread block share: the candidates by code, and what finds the first code of a block.
 struct Candidates {
   Candidate of[128];
+  float amaxes[128];
   float per_amax;  // codes of values above amax times this have scales above amax / 7
   bool ordinary;   // the bounds hold
 };
 
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
-  for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) shared.of[code] = candidate_of<R>(code, amax);
+  for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {
+    shared.of[code] = candidate_of<R>(code, amax);
+    shared.amaxes[code] = candidate_amax<R>(code, amax);
+  }
   if (threadIdx.x == 0) {
     shared.per_amax = R::kScaleMax * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amax;
     shared.ordinary = candidate_amax<R>(1u, amax) > 0x1p-57f && candidate_amax<R>(kLastCandidate, amax) < 0x1p50f;
@@ -53,9 +57,17 @@ struct Span {
 template <class R>
 FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
-  const i64 own = block_modelopt_static::code<R, Float32>(amax, t);
-  const auto within = [](i64 code) { return static_cast<u32>(minimum<i64>(maximum<i64>(code, 1), kLastCandidate)); };
-  return {within(own + a.lower), within(own + a.upper)};
+  // A normal code, from a product in place of the rule's quotients where that is far from a tie.
+  const float near = amax * (t.encode * (1.0f / 6.0f));
+  const u32 halfway = bits_of(near) + 0x80000u;
+  i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
+  const bool is_usual = t.amax > 0x1p-60f && t.amax < 0x1p60f && near >= 0x1p-6f && near < 440.0f;
+  if (!is_usual || (halfway + 64u & 0xFFFFFu) <= 128u) own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
+  const auto within = [own](i64 offset) {
+    const i32 code = own + static_cast<i32>(minimum<i64>(maximum<i64>(offset, -126), 126));
+    return static_cast<u32>(minimum(maximum(code, 1), static_cast<i32>(kLastCandidate)));
+  };
+  return {within(a.lower), within(a.upper)};
 }
 
 // Whether the search of a block, amax > 0, is proven; best: its result.

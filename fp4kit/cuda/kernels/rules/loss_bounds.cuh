@@ -1,0 +1,95 @@
+// Lower bounds of the losses of eight neighbouring E4M3 codes together, by a table of what an element adds to each at least.
+//
+// Let u be an element over the scale of the first of the codes, a normal one, with amax <= 7 scales. The ratios of the codes' scales depend on
+// the mantissa of the first alone, so there are eight tables. A row is for the u within half a step of row / kSteps, and a thousandth of a step
+// more, which is what the product and the scales are off by at most. The distance to the nearest value changes by no more than u does: so what
+// it is in the middle of a step, less half a step, is its least. The square of that is rounded down to 1 / kUnits, 1 at most. So a sum
+// above kUnits loss / scale^2 belongs to a code c of L*(c) > loss, with L* as in ways/search.cuh.
+#pragma once
+
+#include "loss.cuh"
+#include "memory.cuh"
+
+constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
+constexpr float kUnits = 85.0f;  // of 1, and at most of an element: three of them are a byte
+constexpr u32 kClosed = 0x4000u;  // of a code that is no candidate; more than eight times any sum
+
+struct LossBounds {
+  HalfChunk of[8][kRows];  // by the mantissa of the first code; of first + 0, 1, 4, 5, 2, 3, 6, 7
+  Chunk codes[9];          // by the number of candidates: 0 ... 7 in the places of Eight, and kClosed
+};
+
+// Eight times the sums of first + 0 ... 7, and the code's place as their last bits; the low halves, then the high ones.
+struct Eight {
+  u32 pairs[4];
+};
+
+// Of u in the middle of a step, under a scale of so many; in the last bits.
+FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
+  const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
+  const float least = fmaxf(middle - (0.5f + 0x1p-10f) / kSteps, 0.0f);
+  return bits_of(add_rz(0x1p23f, fminf(least * least * kUnits, kUnits)));
+}
+
+// By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
+template <class Scale>
+FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
+  const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
+  float scales[4], reciprocals[4];
+FP4KIT_UNROLL
+  for (u32 i = 0u; i < 4u; ++i) {
+    scales[i] = decode<Scale>(code + 2u * half + i % 2u + i / 2u * 4u) / decode<Scale>(code);
+    reciprocals[i] = 1.0f / scales[i];
+  }
+  for (u32 row = threadIdx.x / 16u; row < kRows; row += blockDim.x / 16u) {
+    u32 units[4];
+FP4KIT_UNROLL
+    for (u32 i = 0u; i < 4u; ++i) units[i] = least_units(static_cast<float>(row) * (1.0f / kSteps), scales[i], reciprocals[i]);
+    bounds.of[mantissa][row].w[half] = prmt(prmt(units[0], units[1], 0x0040u), prmt(units[2], units[3], 0x0040u), 0x5410u);
+  }
+  if (threadIdx.x < 36u) {
+    const u32 count = threadIdx.x / 4u, low = threadIdx.x % 4u, high = low + 4u;
+    bounds.codes[count].w[low] = (low < count ? low : low + kClosed) | (high < count ? high : high + kClosed) << 16;
+  }
+}
+
+// Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
+FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal, const LossBounds& bounds) {
+  constexpr float kWhole = 0x1.8p23f;  // a sum with it is rounded to an integer
+  const float steps = reciprocal * kSteps;
+  // An offset as the bits of a subnormal: that takes none of the instructions for integers, which limit the kernel.
+  const float begin = fma_rn(-kWhole, 0x1p-146f, float_of(shared_offset(bounds, bounds.of[first % 8u])));
+  Eight sums = {};
+FP4KIT_UNROLL
+  for (int i = 0; i < kSearched; i += 3) {
+    u32 low = 0u, high = 0u;
+FP4KIT_UNROLL
+    for (int j = i; j < i + 3 && j < kSearched; ++j) {
+      const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], steps, kWhole), 0x1p-146f, begin)));
+      low += static_cast<u32>(row);
+      high += static_cast<u32>(row >> 32);
+    }
+    sums.pairs[0] += low & 0x00FF00FFu;
+    sums.pairs[1] += prmt(low, 0u, 0x4341u);
+    sums.pairs[2] += high & 0x00FF00FFu;
+    sums.pairs[3] += prmt(high, 0u, 0x4341u);
+  }
+FP4KIT_UNROLL
+  for (int i = 0; i < 4; ++i) sums.pairs[i] = sums.pairs[i] * 8u + bounds.codes[count].w[i];
+  return sums;
+}
+
+// The place of the least sum.
+FP4KIT_DEVICE u32 least_of(const Eight& sums) {
+  const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
+  return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
+}
+
+// Which sums are at most `most` < 2048: bit j that of first + j.
+FP4KIT_DEVICE u32 within(const Eight& sums, u32 most) {
+  const u32 pairs = (most * 8u + 7u) * 0x10001u + 0x80008000u;
+  u32 found = 0u;
+FP4KIT_UNROLL
+  for (int i = 0; i < 4; ++i) found |= (pairs - sums.pairs[i] & 0x80008000u) >> (15 - i);
+  return (found | found >> 12) & 0xFFu;
+}
