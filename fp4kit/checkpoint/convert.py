@@ -6,6 +6,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,7 +15,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import jobs, mlx, staging
-from fp4kit.checkpoint.execution import calls_ahead, check_devices, executor_of, run_all
+from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all, start_devices
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
@@ -22,7 +23,7 @@ from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_fac
 from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.planned import jobs_of
-from fp4kit.checkpoint.reading import SLAB_BYTES
+from fp4kit.checkpoint.reading import SLAB_BYTES, reading_ahead
 from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
@@ -150,7 +151,8 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
-    check_devices(options.devices, options.executor)
+    with reading_ahead(file.path for file in plan.source.files) if options.devices else nullcontext():
+        start_devices(options.devices, options.executor)
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None

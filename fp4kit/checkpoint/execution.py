@@ -29,6 +29,8 @@ from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
+
 from fp4kit import __version__, interop
 from fp4kit.cpu.native import alone
 from fp4kit.storage.errors import CheckpointError
@@ -40,8 +42,11 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VE
 _SECONDS = 30  # that a scheduler and its first worker have to answer
 
 
-def check_devices(devices: Sequence[int], given: Executor | None) -> None:
-    """Raise CheckpointError unless this machine has the CUDA devices; those of an executor's workers are not known."""
+def start_devices(devices: Sequence[int], given: Executor | None) -> None:
+    """Start CUDA on devices, which takes it a second. Not those of an executor's workers, which are not known here.
+
+    Raises CheckpointError unless this machine has them.
+    """
     if not devices or given is not None:
         return
     try:
@@ -51,6 +56,9 @@ def check_devices(devices: Sequence[int], given: Executor | None) -> None:
     missing = next((device for device in devices if not 0 <= device < count), None)
     if missing is not None:
         raise CheckpointError(f"--device: there is no cuda:{missing}; there are cuda:0 to cuda:{count - 1}")
+    for device in devices:
+        with interop.making_current(device):
+            interop.to_device(np.zeros(1, np.uint8))
 
 
 @contextmanager

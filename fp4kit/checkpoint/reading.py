@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import lcm, prod
+from pathlib import Path
+from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +21,30 @@ from fp4kit.layouts import unpack_gguf
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
+AHEAD = 8 << 20  # bytes that are read at a time before they are needed
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
+
+
+@contextmanager
+def reading_ahead(paths: Iterable[Path]) -> Iterator[None]:
+    """Files are read into the page cache, one after the other, while something else starts; no longer than that takes."""
+    stopped = Event()
+    thread = Thread(target=_read_ahead, args=(tuple(paths), stopped), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _read_ahead(paths: tuple[Path, ...], stopped: Event) -> None:
+    buffer = memoryview(bytearray(AHEAD))
+    with suppress(OSError):  # whoever needs the bytes will say so
+        for path in paths:
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+                while not stopped.is_set() and file.readinto(buffer):
+                    pass
 
 
 class Readers:

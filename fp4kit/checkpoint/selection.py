@@ -16,12 +16,14 @@ PRESETS: dict[str, tuple[Kind, ...]] = {
     "mlp": ("routed expert", "shared expert", "dense MLP"),
     "linear": ("routed expert", "shared expert", "dense MLP", "attention", "linear layer"),
 }
-_EXPERT = re.compile(r"\.experts\.\d+(?=\.)")
+_EXPERTS = ".experts."
 
 
 def _alike(module: str) -> str:
-    """Return a name without the numbers of experts: rules do not look at them."""
-    return _EXPERT.sub(".experts.#", module)
+    """Return a name without the number of an expert: rules do not look at it."""
+    parent, _, rest = module.partition(_EXPERTS)
+    number, dot, leaf = rest.partition(".")
+    return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
 
 
 @dataclass(frozen=True)

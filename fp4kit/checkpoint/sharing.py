@@ -36,6 +36,7 @@ FUSIONS = (
 _FUSION_OF = {member: fusion for fusion in FUSIONS for member in fusion.members}
 _PAIRS = {"gate_proj": "up_proj", "w1": "w3"}  # gate -> up of a gated MLP
 _GATE_OF = {up: gate for gate, up in _PAIRS.items()}
+_OTHER_OF = _PAIRS | _GATE_OF
 _NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -97,7 +98,7 @@ def unpaired(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]
     found = []
     for module in converted:
         parent, leaf = split_module(module)
-        other = _PAIRS.get(leaf) or _GATE_OF.get(leaf)
+        other = _OTHER_OF.get(leaf)
         if other is None or join_module(parent, other) in known:
             continue
         if leaf in _GATE_OF:

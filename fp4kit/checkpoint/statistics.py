@@ -15,7 +15,8 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks, scales_of
 from fp4kit.checkpoint.formats.container import Container
 from fp4kit.formats import FLT_MIN, ElementFormat
-from fp4kit.interop import cupy
+from fp4kit.interop import making_current, to_device
+from fp4kit.ops.amax import amax
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -224,11 +225,8 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """The same, found on a GPU."""
-    unsigned = np.dtype(f"u{x.dtype.itemsize}")
-    infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
-    with cupy().cuda.Device(device):
-        bits = cupy().asarray(x.view(unsigned)) & ((1 << (8 * x.dtype.itemsize - 1)) - 1)
-        finite = bits < infinity
-        found = int((bits * finite).max()), x.size - int(finite.sum())
-    return np.array([found[0]], unsigned).view(x.dtype).astype(np.float32)[0], found[1]
+    """The same, found on a GPU; on the host where one is not finite."""
+    with making_current(device):
+        found: Any = amax(to_device(x))
+        largest = np.float32(found.get())
+    return (largest, 0) if np.isfinite(largest) else amax_and_nonfinite(x)

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.rewrite.scalars import usable_tensor_scale
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, decide
 from fp4kit.checkpoint.weights import Weight, has_turned_stacks, stack_shape
-from fp4kit.interop import cupy
+from fp4kit.interop import to_device
 from fp4kit.layouts import pack_mlx
 from fp4kit.libraries import library_of, torch_arrays
 from fp4kit.ops.amax import amax as amax_of
@@ -251,6 +251,6 @@ def _in_library(value: np.ndarray, like: Any) -> Any:
         return value
     library = library_of(like)
     if library is None:
-        return cupy().asarray(value)
+        return to_device(value)
     with library.at_home(like) as give:
         return give(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fp4kit.checkpoint import reencode
 from fp4kit.checkpoint.convert import Options
-from fp4kit.checkpoint.execution import check_devices, executor_of, run_all
+from fp4kit.checkpoint.execution import executor_of, run_all, start_devices
 from fp4kit.checkpoint.files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.inspect import Checkpoint
@@ -257,7 +257,7 @@ class _Beside:
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
     """Do what was prepared; see verify."""
     options = options or Options()
-    check_devices(options.devices, options.executor)
+    start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
     with executor_of(options.executor, options.workers or 1, bool(options.devices)) as executor:
         found = list(reencode.run(prepared.checks, executor, tick))

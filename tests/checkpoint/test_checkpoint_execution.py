@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import multiprocessing
 import os
 import shutil
@@ -25,7 +26,7 @@ from kill_points import files_of
 from runs import environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint import execution, staging
+from fp4kit.checkpoint import execution, reading, staging
 from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.checkpoint.plan import make_plan
@@ -289,3 +290,31 @@ def test_environment_changes_nothing(tmp_path: Path) -> None:
         subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
         found.append(files_of(tmp_path / f"out{i}"))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("stop_at", "whole"), [(None, ["a", "b"]), ("b", ["a"]), ("a", [])])
+def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, whole: list[str]) -> None:
+    """In their order until it is stopped; one that is not there, or is no file, ends it in silence."""
+    monkeypatch.setattr(reading, "AHEAD", 64)
+    paths = [tmp_path / name for name in ("a", "b", "not there", "c")]
+    stopped, read = threading.Event(), dict.fromkeys("abc", 0)
+
+    class Watched(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            path = Path(os.readlink(f"/proc/self/fd/{self.fileno()}"))
+            if path.name == stop_at:
+                stopped.set()
+            count = super().readinto(buffer)
+            read[path.name] += count
+            return count
+
+    for name in read:
+        (tmp_path / name).write_bytes(bytes(200))
+    monkeypatch.setattr(reading, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
+    reading._read_ahead(tuple(paths), stopped)
+    assert [name for name, count in read.items() if count == 200] == whole
+    assert sum(read.values()) == 200 * len(whole) + (64 if stop_at else 0)
+    before = threading.active_count()
+    with reading.reading_ahead([tmp_path, tmp_path / "not there"]):
+        pass
+    assert threading.active_count() == before

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint import make_plan, sharing
+from fp4kit.checkpoint import make_plan, selection, sharing
 from fp4kit.checkpoint.names import hugging_face_names
 from fp4kit.checkpoint.rules import Candidate, Model, candidate
 from fp4kit.checkpoint.selection import Decision, Judge, Wishes, check, decide
@@ -212,6 +213,18 @@ def test_a_judge_of_two_models_does_not_mix_them_up() -> None:
     assert not judge.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
 
 
+@pytest.mark.parametrize(
+    ("module", "alike"),
+    [
+        ("a.experts.12.up_proj", "a.experts.#.up_proj"), ("a.experts.12.b.experts.3.c", "a.experts.#.b.experts.3.c"),
+        ("a.experts.12", None), ("a.experts.12.", "a.experts.#."), ("a.experts.x1.up_proj", None), ("a.experts..up_proj", None),
+        ("experts.1.up_proj", None), ("a.experts.-1.up_proj", None), ("a.experts.1a.experts.2.c", None), ("", None),
+    ],
+)  # fmt: skip
+def test_experts_are_alike_but_for_a_number(module: str, alike: str | None) -> None:
+    assert selection._alike(module) == (module if alike is None else alike)
+
+
 def test_plan_decides_as_the_rules_do(tmp_path: Path) -> None:
     synthetic.deepseek(tmp_path / "m")
     plan = make_plan(tmp_path / "m", wishes=Wishes(keep=("*.experts.*",)))
@@ -235,6 +248,12 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     taken = [tensor.module for tensor in candidates if decisions[tensor.name].converted]
     assert not sharing.unpaired(taken)
     return len(sharing.shared_amax_groups(taken))
+
+
+def _a_second(modules: list[str]) -> float:
+    """A second; on a slow or busy processor, twelve times what replacing the numbers of these names takes there."""
+    number = re.compile(r"\d+")
+    return max(1.0, 12 * _seconds(lambda: [number.sub("#", module) for module in modules]))
 
 
 def _seconds(call: Callable[[], None]) -> float:
@@ -262,7 +281,7 @@ def test_100_000_names_take_less_than_a_second() -> None:
 
     seconds = _seconds(decide_all)
     print(f"{len(modules)} names decided in {seconds:.2f} s")
-    assert len(modules) > 100_000 and seconds < 1
+    assert len(modules) > 100_000 and seconds < _a_second(modules)
 
 
 @pytest.mark.exhaustive
@@ -276,7 +295,7 @@ def test_100_000_names_of_megatron_take_less_than_a_second() -> None:
 
     seconds = _seconds(decide_all)
     print(f"{len(modules)} names from {len(names)} of Megatron decided in {seconds:.2f} s")
-    assert sorted(modules) == sorted(_big_model()) and seconds < 1
+    assert sorted(modules) == sorted(_big_model()) and seconds < _a_second(modules)
 
 
 def test_the_patterns_of_a_hostile_user_are_bounded() -> None:

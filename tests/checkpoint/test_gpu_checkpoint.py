@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 import synthetic
 from kill_points import files_of
@@ -15,6 +17,7 @@ from fp4kit.checkpoint.convert import Options, convert, execute
 from fp4kit.checkpoint.files import open_source
 from fp4kit.checkpoint.plan import make_plan
 from fp4kit.checkpoint.planned import jobs_of
+from fp4kit.checkpoint.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.verify import verify
 from fp4kit.checkpoint.weights import weights_of
 
@@ -53,6 +56,16 @@ def test_verified_by_the_gpu(tmp_path: Path) -> None:
             file.write(bytes([old ^ 0x10]))
         report = verify(out, tmp_path / model, options=Options(devices=PLACES))
         assert {layer.name: layer.differing for layer in report.layers if layer.differing} == {changed.name: 1}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=lambda t: np.dtype(t).name)
+def test_amax_and_nonfinite(dtype: type) -> None:
+    smallest = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    rows = [[0, -0.0], [1, -3.5], [smallest, -smallest], [np.nan, 2], [-np.inf, np.inf], [np.nan, np.inf]]
+    for values in (*rows, [0.5] * 77, [np.nan] + [7] * 40):
+        x = np.array([values], dtype)
+        found = amax_and_nonfinite_on(PLACES[-1], x)
+        assert found == amax_and_nonfinite(x) and type(found[0]) is np.float32 and type(found[1]) is int
 
 
 def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fp4kit.checkpoint.rewrite import searched
 from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.rewrite.scalars import put_scalars
 from fp4kit.checkpoint.scale_search import Losses
-from fp4kit.interop import cupy
+from fp4kit.interop import making_current, to_device
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -49,8 +49,8 @@ def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quant
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
         return quantize(x, job.new_recipe, tensor_amax=tensor_amax)
-    with cupy().cuda.Device(job.device):
-        return quantize(cupy().asarray(x), job.new_recipe, tensor_amax=tensor_amax).to("numpy")
+    with making_current(job.device):
+        return quantize(to_device(x), job.new_recipe, tensor_amax=tensor_amax).to("numpy")
 
 
 def of_zeros(q: Quantized) -> Quantized:

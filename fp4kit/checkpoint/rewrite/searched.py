@@ -10,7 +10,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.decode import row_chunks
 from fp4kit.checkpoint.job import Job
 from fp4kit.checkpoint.scale_search import Losses
-from fp4kit.interop import cupy
+from fp4kit.interop import making_current, to_device
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.search_scales import search_scales
@@ -22,9 +22,9 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
     if job.device is None:
         before, after = _both(x, job, amax, weights)
     else:
-        with cupy().cuda.Device(job.device):
-            given = None if weights is None else cupy().asarray(weights)
-            before, after = (q.to("numpy") for q in _both(cupy().asarray(x), job, amax, given))
+        with making_current(job.device):
+            given = None if weights is None else to_device(weights)
+            before, after = (q.to("numpy") for q in _both(to_device(x), job, amax, given))
     return after, _losses(x, before, after, weights)
 
 
