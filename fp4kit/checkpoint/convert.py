@@ -151,7 +151,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
-    with reading_ahead(file.path for file in plan.source.files) if options.devices else nullcontext():
+    with reading_ahead(plan.source.files) if options.devices else nullcontext():
         start_devices(options.devices, options.executor)
     _check_planned(plan)
     key = key_of(plan.source, plan.request)

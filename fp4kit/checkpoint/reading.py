@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,30 +22,37 @@ from fp4kit.layouts import unpack_gguf
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
-AHEAD = 8 << 20  # bytes that are read at a time before they are needed
+AHEAD, READERS = 8 << 20, 8  # bytes that are read at a time before they are needed, and by how many threads
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
 
 
 @contextmanager
-def reading_ahead(paths: Iterable[Path]) -> Iterator[None]:
-    """Files are read into the page cache, one after the other, while something else starts; no longer than that takes."""
+def reading_ahead(files: Iterable[SafetensorsFile]) -> Iterator[None]:
+    """Files are read into the page cache, from the first on, while something else starts; no longer than that takes.
+
+    By several threads, so that a disk has as much to do as in the run that follows.
+    """
+    pieces = deque((file.path, start) for file in files for start in range(0, file.size, AHEAD))
     stopped = Event()
-    thread = Thread(target=_read_ahead, args=(tuple(paths), stopped), daemon=True)
-    thread.start()
+    threads = [Thread(target=_read_ahead, args=(pieces, stopped), daemon=True) for _ in range(READERS)]
+    for thread in threads:
+        thread.start()
     try:
         yield
     finally:
         stopped.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
 
 
-def _read_ahead(paths: tuple[Path, ...], stopped: Event) -> None:
+def _read_ahead(pieces: deque[tuple[Path, int]], stopped: Event) -> None:
     buffer = memoryview(bytearray(AHEAD))
-    with suppress(OSError):  # whoever needs the bytes will say so
-        for path in paths:
+    while pieces and not stopped.is_set():
+        with suppress(OSError, IndexError):  # whoever needs the bytes will say so; another thread took the last piece
+            path, start = pieces.popleft()
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-                while not stopped.is_set() and file.readinto(buffer):
-                    pass
+                file.seek(start)
+                file.readinto(buffer)
 
 
 class Readers:

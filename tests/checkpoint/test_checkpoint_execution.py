@@ -23,7 +23,7 @@ import pytest
 import synthetic
 from exhaustive import exhaustive
 from kill_points import files_of
-from runs import environment, stopping
+from runs import environment, stopping, until
 from synthetic import refused
 
 from fp4kit.checkpoint import execution, reading, staging
@@ -32,6 +32,7 @@ from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_
 from fp4kit.checkpoint.plan import make_plan
 from fp4kit.checkpoint.rewrite import encoded
 from fp4kit.cpu.native import num_threads
+from fp4kit.storage.safetensors_file import SafetensorsFile
 
 HERE = Path(__file__).parent
 
@@ -292,29 +293,52 @@ def test_environment_changes_nothing(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("stop_at", "whole"), [(None, ["a", "b"]), ("b", ["a"]), ("a", [])])
-def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, whole: list[str]) -> None:
-    """In their order until it is stopped; one that is not there, or is no file, ends it in silence."""
+@pytest.mark.parametrize(("stop_at", "read"), [(None, "aaaabbbbccc"), ("b", "aaaab"), ("a", "a")])
+def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str) -> None:
+    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
     monkeypatch.setattr(reading, "AHEAD", 64)
-    paths = [tmp_path / name for name in ("a", "b", "not there", "c")]
-    stopped, read = threading.Event(), dict.fromkeys("abc", 0)
+    monkeypatch.setattr(reading, "READERS", 1)
+    stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
 
     class Watched(io.FileIO):
         def readinto(self, buffer: Any) -> int:
-            path = Path(os.readlink(f"/proc/self/fd/{self.fileno()}"))
+            path, start = Path(os.readlink(f"/proc/self/fd/{self.fileno()}")), self.tell()
             if path.name == stop_at:
                 stopped.set()
             count = super().readinto(buffer)
-            read[path.name] += count
+            found.append((path.name, start, count))
             return count
 
-    for name in read:
-        (tmp_path / name).write_bytes(bytes(200))
+    for name, size in bytes_of.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "folder").mkdir()
     monkeypatch.setattr(reading, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
-    reading._read_ahead(tuple(paths), stopped)
-    assert [name for name, count in read.items() if count == 200] == whole
-    assert sum(read.values()) == 200 * len(whole) + (64 if stop_at else 0)
+    monkeypatch.setattr(reading, "Event", lambda: stopped)
+    files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
     before = threading.active_count()
-    with reading.reading_ahead([tmp_path, tmp_path / "not there"]):
+    with reading.reading_ahead(files):
+        until(lambda: threading.active_count() == before)
+    assert "".join(name for name, _, _ in found) == read
+    assert all(count == min(64, bytes_of[name] - start) for name, start, count in found)
+
+
+def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
+    monkeypatch.setattr(reading, "AHEAD", 64)
+    taken, lock = [], threading.Lock()
+
+    def read(descriptor: int, mode: str, buffering: int) -> io.FileIO:
+        with lock:
+            taken.append(descriptor)
+        return io.FileIO(descriptor)
+
+    (tmp_path / "a").write_bytes(bytes(64 * 5000))
+    monkeypatch.setattr(reading, "open", read, raising=False)
+    file, before = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threading.active_count()
+    with reading.reading_ahead([file]):
+        assert threading.active_count() <= before + reading.READERS
+        until(lambda: threading.active_count() == before)
+    assert len(taken) == 5000
+    with reading.reading_ahead([file]):
         pass
     assert threading.active_count() == before
