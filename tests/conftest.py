@@ -17,7 +17,7 @@ from host.compiler import require_compiler
 from host.harness import Host
 from host.libraries import Libraries
 from hypothesis import settings
-from specified import needs_specification, specification_everywhere
+from specified import compiled_here, needs_specification, specification_everywhere
 
 from fp4kit.evidence.golden import GoldenSet
 from fp4kit.recipes import RECIPES
@@ -177,7 +177,8 @@ def played_gpu(request, tmp_path_factory, golden):
     folder = tmp_path_factory.mktemp("libraries")
     libraries = Libraries(folder, require_compiler(folder))
     with libraries.playing() as cupy:
-        libraries.rehearse(rehearsals(request, {"golden": golden}))
+        with compiled_here():
+            libraries.rehearse(rehearsals(request, {"golden": golden}))
         yield cupy
 
 

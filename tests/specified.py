@@ -37,3 +37,13 @@ def specification_everywhere() -> Iterator[None]:
     always = ContextVar("by_specification", default=True)
     with patch.object(engines, "by_specification", always), patch.object(repeat, "by_specification", always):
         yield
+
+
+@contextmanager
+def compiled_here() -> Iterator[None]:
+    """In this thread the compiled engine again: for what is only rehearsed, whose results nobody sees."""
+    token = engines.by_specification.set(False)
+    try:
+        yield
+    finally:
+        engines.by_specification.reset(token)

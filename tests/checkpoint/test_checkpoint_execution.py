@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import io
 import multiprocessing
 import os
 import shutil
@@ -23,16 +22,15 @@ import pytest
 import synthetic
 from exhaustive import exhaustive
 from kill_points import files_of
-from runs import environment, stopping, until
+from runs import environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint import execution, reading, staging
+from fp4kit.checkpoint import execution, staging
 from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.checkpoint.plan import make_plan
 from fp4kit.checkpoint.rewrite import encoded
 from fp4kit.cpu.native import num_threads
-from fp4kit.storage.safetensors_file import SafetensorsFile
 
 HERE = Path(__file__).parent
 
@@ -291,54 +289,3 @@ def test_environment_changes_nothing(tmp_path: Path) -> None:
         subprocess.run(command, env=environment() | change, check=True, capture_output=True, timeout=120)
         found.append(files_of(tmp_path / f"out{i}"))
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize(("stop_at", "read"), [(None, "aaaabbbbccc"), ("b", "aaaab"), ("a", "a")])
-def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str) -> None:
-    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
-    monkeypatch.setattr(reading, "AHEAD", 64)
-    monkeypatch.setattr(reading, "READERS", 1)
-    stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
-
-    class Watched(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
-            path, start = Path(os.readlink(f"/proc/self/fd/{self.fileno()}")), self.tell()
-            if path.name == stop_at:
-                stopped.set()
-            count = super().readinto(buffer)
-            found.append((path.name, start, count))
-            return count
-
-    for name, size in bytes_of.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(reading, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
-    monkeypatch.setattr(reading, "Event", lambda: stopped)
-    files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
-    before = threading.active_count()
-    with reading.reading_ahead(files):
-        until(lambda: threading.active_count() == before)
-    assert "".join(name for name, _, _ in found) == read
-    assert all(count == min(64, bytes_of[name] - start) for name, start, count in found)
-
-
-def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
-    monkeypatch.setattr(reading, "AHEAD", 64)
-    taken, lock = [], threading.Lock()
-
-    def read(descriptor: int, mode: str, buffering: int) -> io.FileIO:
-        with lock:
-            taken.append(descriptor)
-        return io.FileIO(descriptor)
-
-    (tmp_path / "a").write_bytes(bytes(64 * 5000))
-    monkeypatch.setattr(reading, "open", read, raising=False)
-    file, before = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threading.active_count()
-    with reading.reading_ahead([file]):
-        assert threading.active_count() <= before + reading.READERS
-        until(lambda: threading.active_count() == before)
-    assert len(taken) == 5000
-    with reading.reading_ahead([file]):
-        pass
-    assert threading.active_count() == before

@@ -10,9 +10,10 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -68,24 +69,31 @@ def to_sanitize(instantiations: Iterable[Instantiation]) -> Iterator[Instantiati
 # ---- programs -------------------------------------------------------------------------------------------------------------
 
 
-def included(source: str, sources: Path) -> dict[str, str]:
-    """Texts by name of the files of `sources` that a source includes, directly or not."""
-    found: dict[str, str] = {}
-    for name in re.findall(r'^#include "(\w+\.cuh?)"', source, re.MULTILINE):
-        if name not in found and name in loader.files(sources):
-            text = loader.files(sources)[name].read_text()
-            found |= {name: text} | included(text, sources)
-    return found
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
+
+
+def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
+    """Those of the files of a tree, texts by name, that are named or included by one of them, directly or not."""
+    found, pending = dict[str, None](), [*names]
+    while pending:
+        name = pending.pop()
+        if name in tree and name not in found:
+            found[name] = None
+            pending += _INCLUDE.findall(tree[name])
+    return sorted(found)
 
 
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
     """One translation unit: headers once, then each instantiation in a namespace, its kernel under a name of its own."""
     instantiations = list(instantiations)
-    headers = sorted({name for source, _ in instantiations for name in included(source, sources) if name.endswith(".cuh")})
+    tree = {name: path.read_text() for name, path in loader.files(sources).items()}
+    files = cache(lambda names: included(names, tree))  # few sets of names for many instantiations
+    needed = [files(tuple(_INCLUDE.findall(source))) for source, _ in instantiations]
+    headers = sorted({name for names in needed for name in names if name.endswith(".cuh")})
     lines = ['#include "serve.h"', *(f'#include "{name}"' for name in headers)]
     entries = []
-    for i, (source, kernel) in enumerate(instantiations):
-        text = "".join([source, *(text for name, text in included(source, sources).items() if name.endswith(".cu"))])
+    for i, ((source, kernel), names) in enumerate(zip(instantiations, needed, strict=True)):
+        text = "".join([source, *(tree[name] for name in names if name.endswith(".cu"))])
         every, (arguments,) = re.findall(r"\b(\w+_kernel)\(", text), re.findall(rf"\b{kernel}\(([\w<>]+) ", text)
         lines += [f"namespace instance_{i} {{", *(f"#define {name} {name}_{i}" for name in every), source]
         lines += [*(f"#undef {name}" for name in every), f"constexpr Launch entry = launch<{arguments}, {kernel}_{i}>;", "}"]

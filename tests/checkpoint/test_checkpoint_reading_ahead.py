@@ -1,0 +1,78 @@
+"""Files that are read into the page cache while CUDA starts: which pieces, and that no thread outlives it."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import until
+
+from fp4kit.checkpoint import reading
+from fp4kit.storage.safetensors_file import SafetensorsFile
+
+
+def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that a module begins from now on."""
+    begun: list[threading.Thread] = []
+
+    class Noted(threading.Thread):
+        def start(self) -> None:
+            begun.append(self)
+            super().start()
+
+    monkeypatch.setattr(module, "Thread", Noted)
+    return begun
+
+
+@pytest.mark.parametrize(("stop_at", "read"), [(None, "aaaabbbbccc"), ("b", "aaaab"), ("a", "a")])
+def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str) -> None:
+    """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
+    monkeypatch.setattr(reading, "AHEAD", 64)
+    monkeypatch.setattr(reading, "READERS", 1)
+    stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
+
+    class Watched(io.FileIO):
+        def readinto(self, buffer: Any) -> int:
+            path, start = Path(os.readlink(f"/proc/self/fd/{self.fileno()}")), self.tell()
+            if path.name == stop_at:
+                stopped.set()
+            count = super().readinto(buffer)
+            found.append((path.name, start, count))
+            return count
+
+    for name, size in bytes_of.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(reading, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
+    monkeypatch.setattr(reading, "Event", lambda: stopped)
+    threads = threads_of(reading, monkeypatch)
+    files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
+    with reading.reading_ahead(files):
+        until(lambda: not any(thread.is_alive() for thread in threads))
+    assert "".join(name for name, _, _ in found) == read
+    assert all(count == min(64, bytes_of[name] - start) for name, start, count in found)
+
+
+def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
+    monkeypatch.setattr(reading, "AHEAD", 64)
+    taken, lock = [], threading.Lock()
+
+    def read(descriptor: int, mode: str, buffering: int) -> io.FileIO:
+        with lock:
+            taken.append(descriptor)
+        return io.FileIO(descriptor)
+
+    (tmp_path / "a").write_bytes(bytes(64 * 5000))
+    monkeypatch.setattr(reading, "open", read, raising=False)
+    file, threads = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threads_of(reading, monkeypatch)
+    with reading.reading_ahead([file]):
+        until(lambda: not any(thread.is_alive() for thread in threads))
+    assert len(taken) == 5000
+    with reading.reading_ahead([file]):
+        pass
+    assert len(threads) == 2 * reading.READERS and not any(thread.is_alive() for thread in threads)
