@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from exhaustive import half
+from exhaustive import exhaustive, half
 from host.cases_hadamard import KINDS, Hadamard
 from inputs import BF16
 from on_gpu import ON_GPU, check, cupy, differing
@@ -18,7 +18,7 @@ pytestmark = ON_GPU
 ROW = 64  # elements
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float16), np.dtype(np.float32)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.dtype(np.float16), np.dtype(np.float32)])], ids=str)
 @pytest.mark.parametrize("kind", half(KINDS))
 def test_every_kind_of_runs(kind, dtype):
     runs = KINDS[kind](Hadamard(dtype, TE_SIGN_MASK), np.random.default_rng(7))

@@ -84,7 +84,7 @@ def test_quantize(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", half(GUARDS) + BY_TABLE + BY_OTHER_TABLES, ids=str)
+@pytest.mark.parametrize("case", every(4, GUARDS) + half(BY_TABLE) + BY_OTHER_TABLES, ids=str)
 def test_guards_of_short_ways(host, case):
     host.check(case)
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from exhaustive import exhaustive
+from exhaustive import every, exhaustive
 from inputs import ORDINARY
 
 import fp4kit
@@ -217,12 +217,13 @@ def test_variants_come_near_their_input(name, changes):
     assert np.sum((y - x) ** 2) < 0.15 * np.sum(x**2)
 
 
+@pytest.mark.parametrize("part", every(4, range(4)))
 @pytest.mark.parametrize("name", ["nvfp4-te", *exhaustive(["nvfp4-modelopt", "mxfp4-ocp"])])
-def test_every_pair_of_rules_works_or_is_refused(name):
+def test_every_pair_of_rules_works_or_is_refused(name, part):
     """No pair of a scale, a block rule, a tensor rule and a decode rule is made and then fails, or gives values far from x."""
     x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
     made = 0
-    for block, tensor, decode in product(rules.BLOCK_RULES, (None, *rules.TENSOR_RULES), rules.DECODE_RULES):
+    for block, tensor, decode in [*product(rules.BLOCK_RULES, (None, *rules.TENSOR_RULES), rules.DECODE_RULES)][part::4]:
         fields = {"block_rule": block, "tensor_rule": tensor, "decode_rule": decode}
         fields["tensor_scaling"] = "tensor" if tensor else "none"
         for apply, flush, mode in product(rules.APPLIES, (False, True), (None, "mae")):
@@ -235,7 +236,7 @@ def test_every_pair_of_rules_works_or_is_refused(name):
             error = fp4kit.dequantize(fp4kit.quantize(x, r)).astype(np.float64) - x
             clips = "down" in (block or "")  # to 6 what is up to 12 times the scale
             assert np.sum(error**2) < (0.2 if clips else 0.1) * np.sum(x.astype(np.float64) ** 2), r
-    assert made > 30
+    assert made > 5
 
 
 def named(module, prefix):

@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import synthetic
-from exhaustive import by_default
+from exhaustive import by_default, half
 
 from fp4kit.checkpoint.convert import ConversionReport, convert
 from fp4kit.checkpoint.loaders import support
@@ -92,7 +92,7 @@ QUANTIZED_TARGETS = [
 CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
 
 
-@pytest.mark.parametrize(("before", "container"), CONTAINERS)
+@pytest.mark.parametrize(("before", "container"), half(CONTAINERS))
 @pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
 @pytest.mark.parametrize("name", by_default(("deepseek",), ("deepseek", "moe")))
 def test_each_container_into_each(tmp_path: Path, name: str, before: str, container: str, recipe: str, format: str) -> None:
