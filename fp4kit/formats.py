@@ -90,6 +90,8 @@ class ElementFormat:
                 raise TypeError(f"ElementFormat: {name} is {value!r}; needs {kind.__name__}")
 
     def _check_integer(self) -> None:
+        if not self.signed:
+            raise ValueError(f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement")
         if self.mantissa_bits == 0 or self.bias or self.specials != "none" or not self.has_zero:
             raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
 
