@@ -52,8 +52,11 @@ def as_entries(op: str, name: str, value: Any) -> Any:
 
 
 def as_path(op: str, path: Any) -> Path:
-    """A path. Raises TypeError for what is none."""
+    """A path of a file. Raises TypeError for what is none, ValueError for one without a name at its end."""
     try:
-        return Path(path)
+        found = Path(path)
     except TypeError:
         raise TypeError(f"{op}: path is {path!r:.60}; needs a str or another path") from None
+    if not found.name:
+        raise ValueError(f"{op}: path is {path!r:.60}; needs one that ends with the name of a file")
+    return found

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import rounding as rounding_of
+from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
 
 FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # of what is quantized, and of values
@@ -90,6 +91,8 @@ class ElementFormat:
                 raise TypeError(f"ElementFormat: {name} is {value!r}; needs {kind.__name__}")
 
     def _check_integer(self) -> None:
+        if not self.signed:
+            raise ValueError(f"ElementFormat {self.name}: signed is False; needs True for an integer, which is two's complement")
         if self.mantissa_bits == 0 or self.bias or self.specials != "none" or not self.has_zero:
             raise ValueError(f"ElementFormat {self.name}: an integer has mantissa_bits, and no bias or specials")
 
@@ -222,8 +225,8 @@ class ElementFormat:
             or NaN where it has only that; a format with neither (E2M1, INT8, ...) saturates all the same.
         random: with "rs" alone: uint8, uint16 or uint32 of the shape of x (n = 8, 16, 32); 0 rounds toward zero.
 
-        Raises TypeError for an x of another kind, ValueError for an unknown rounding, random bits that are missing, left over or
-            of another shape, and integers beyond 2^53.
+        Raises TypeError for an x of another kind and a saturate that is no bool, ValueError for an unknown rounding, random bits
+            that are missing, left over or of another shape, and integers beyond 2^53.
         Numerics: float64 is rounded as it is, not by way of float32. Overflow is judged after rounding, so that a finite number
             that is rounded toward zero stays finite, as in IEEE 754. -0, and negative numbers that round to zero, are the code of
             -0 (integers have one zero). NaN becomes nan_code: the format's NaN, or its largest value. E8M0 has no sign and no
@@ -232,6 +235,7 @@ class ElementFormat:
         Exact: PTX cvt .satfinite of the same rounding, where there is one. Recipes have other rules for signs and NaN on this
             formula; "rs" is exact where reference.stochastic.encode_stochastic adds in float32, as Transformer Engine does.
         """
+        saturate = as_flag(f"{self.name}.encode", "saturate", saturate)
         return rounding_of.encode(x, self, rounding, saturate, random)
 
     def decode(self, codes: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from fp4kit.layouts import check_layout, padded_shape
+from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
 
@@ -55,11 +55,10 @@ class Wanted(NamedTuple):
 
 @lru_cache(1024)  # a small array on a GPU is quantized in the time that these shapes take
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> Wanted:
-    """What the parts must be. Raises ValueError for an axis, a length or a layout that the shape has not."""
+    """What the parts must be. layout: a known one. Raises ValueError for an axis, a length or a layout that the shape has not."""
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
     axis %= len(shape)
-    check_layout("Quantized", layout)
     if shape[axis] % r.length_multiple:
         raise ValueError(f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}")
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])

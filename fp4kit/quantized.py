@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from fp4kit import stored
-from fp4kit.arguments import as_index, as_shape
+from fp4kit.arguments import as_flag, as_index, as_shape
 from fp4kit.formats import FLOATS
 from fp4kit.interop import import_arrays
+from fp4kit.layouts import check_layout
 from fp4kit.libraries import Library, library_of, numpy_dtype
 from fp4kit.parts import scale_shape, wanted_parts
 from fp4kit.recipes import Recipe, recipe_of
@@ -63,6 +64,7 @@ class Quantized:
         if self.dtype not in FLOATS:
             raise TypeError(f"Quantized: dtype is {self.dtype}; needs float32, float16 or bfloat16, the dtype of x")
         given = as_index("Quantized", "axis", self.axis)
+        check_layout("Quantized", self.scale_layout)
         axis, packed, scales, covered = wanted_parts(self.shape, given, self.recipe, self.scale_layout)
         put(self, "axis", axis)
         library = library_of(self.packed)
@@ -206,9 +208,10 @@ class Quantized:
         high_nibble_first: the even element of a pair of codes is in the high nibble.
         Arrays are of any library, all on one device. tensor_amax is None: no checkpoint has one.
 
-        Raises TypeError for a dtype that is not the recipe's; ValueError for a tensor scale that is no float32, or 0 and divides,
-        codes of more bits than the element has, high_nibble_first where no codes share a byte, a recipe without codes; and what
-        Quantized raises. On a device, only tensor scales that divide or are no float32 are read, which waits for it.
+        Raises TypeError for a dtype that is not the recipe's, and for a flag that is no bool; ValueError for a tensor scale that
+            is no float32, or 0 and divides, codes of more bits than the element has, high_nibble_first where no codes share a
+            byte, a recipe without codes; and what Quantized raises. On a device, only tensor scales that divide or are no float32
+            are read, which waits for it.
         Numerics: 1 / tensor_scale, rn, where it divides. Nothing else is computed.
         Exact: a divisor is known by its reciprocal; values are the producer's where no other divisor that it writes has the same.
 
@@ -224,6 +227,9 @@ class Quantized:
         op, r = "from_parts", recipe_of("from_parts", recipe)
         if r.fake_only:
             raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
+        check_layout(op, scale_layout)
+        high_nibble_first = as_flag(op, "high_nibble_first", high_nibble_first)
+        tensor_scale_divides = as_flag(op, "tensor_scale_divides", tensor_scale_divides)
         found = stored.import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
         codes = stored.codes(op, found["packed"], r, high_nibble_first)
         shape = stored.shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)

@@ -290,7 +290,7 @@ WRONG = {  # arguments, the error, what it says
     ),
     "an axis": (NVFP4, {"axis": 2}, ValueError, "from_parts: axis 2 of a 2-d array; needs -2 to 1"),
     "a shape": (NVFP4, {"shape": (4, 48)}, ValueError, "Quantized: packed is uint8 (4, 32); nvfp4-te of (4, 48) needs"),
-    "a layout": (NVFP4, {"scale_layout": "tiled"}, ValueError, "Quantized: scale_layout is 'tiled'; needs one of linear, "),
+    "a layout": (NVFP4, {"scale_layout": "tiled"}, ValueError, "from_parts: scale_layout is 'tiled'; needs one of linear, "),
     "a dtype": (NVFP4, {"dtype": np.int32}, TypeError, "Quantized: dtype is int32; needs float32, float16 or bfloat16"),
     "an id": (NVFP4, {"recipe": "nvfp4-tee"}, ValueError, "from_parts: no recipe is called 'nvfp4-tee'"),
 }  # fmt: skip

@@ -283,6 +283,7 @@ FORMATS = {  # fields, the error, what it says
     "integer with a bias": (("X", 0, 3, 1), V, "an integer has mantissa_bits, and no bias or specials"),
     "integer of a sign": (("X", 0, 0), V, "an integer has mantissa_bits"),
     "integer with NaN": (("X", 0, 3, 0, "nan"), V, "an integer has mantissa_bits, and no bias or specials"),
+    "unsigned integer": (("X", 0, 4, 0, "none", False), V, "signed is False; needs True for an integer, which is two's"),
     "no zero": (("X", 4, 0, 7, "nan", False, False), V, "has_zero is False, which only E8M0's fields may have"),
     "inf without NaN": (("X", 3, 0, 3, "ieee"), V, "specials is 'ieee'; needs mantissa bits"),
     "only NaN": (("X", 1, 0, 0, "nan"), V, "no finite value but zero"),

@@ -1,6 +1,7 @@
 """Ints, strings and other things in the place of an argument: an error of the function that was called, before any work."""
 
 import inspect
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,3 +94,37 @@ def test_a_required_argument_is_never_anything(name):
     for argument in required:
         with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
             function(**{**right, argument: object()})
+
+
+@pytest.mark.parametrize("flag", ["high_nibble_first", "tensor_scale_divides"])
+@pytest.mark.parametrize("value", ["False", 2, 0.5, None, [], np.zeros(2)], ids=str)
+def test_flags_of_from_parts(flag, value):
+    """Their truth would give other numbers."""
+    with pytest.raises(TypeError, match=f"^from_parts: {flag} is .*; needs True or False"):
+        fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, **{flag: value})
+
+
+def test_flags_of_encode():
+    with pytest.raises(TypeError, match=r"^E4M3\.encode: saturate is 'False'; needs True or False"):
+        fp4kit.formats.E4M3.encode(1e9, saturate="False")
+    assert fp4kit.formats.E4M3.encode(1e9, saturate=0) == fp4kit.formats.E4M3.nan_code
+
+
+@pytest.mark.parametrize("layout", [[], {}, np.zeros(2), slice(3), 3, "rows"], ids=str)
+def test_layouts_of_a_quantized(layout):
+    with pytest.raises(ValueError, match=r"^from_parts: scale_layout is .*; needs one of linear, swizzled_128x4"):
+        fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, scale_layout=layout)
+    with pytest.raises(ValueError, match=r"^Quantized: scale_layout is .*; needs one of linear, swizzled_128x4"):
+        replace(Q, scale_layout=layout)
+
+
+def test_seeds_that_are_memory():
+    with pytest.raises(TypeError, match=r"^quantize: seed is <memory at .*; needs an int"):
+        fp4kit.quantize(X, "nvfp4", rounding="stochastic", seed=memoryview(b"abc"))
+
+
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_paths_without_a_name(path):
+    for call in (lambda: fp4kit.save(path, {"w": Q}), lambda: fp4kit.load(path)):
+        with pytest.raises(ValueError, match=r"^(save|load): path is '.?'; needs one that ends with the name of a file"):
+            call()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.call.apart import check_apart
 from fp4kit.call.check import check_is_quantized
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import padded_shape
@@ -66,6 +67,9 @@ def check_quantized_out(call: Any) -> None:
             _check_device_out(op, f"out.{name}", getattr(out, name), shape, dtype, call.x)
         else:
             check_out(op, f"out.{name}", getattr(out, name), shape, dtype)
+    inputs = {"x": call.x, "seed": call.random}
+    given = {name: getattr(call, name) for name in ("block_amax", "block_scale", "tensor_scale", "tensor_amax")}
+    check_apart(op, inputs | given, {f"out.{name}": getattr(out, name) for name in parts(call)})
 
 
 def parts(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:

@@ -210,7 +210,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         return None
     if r.element.is_integer or r.four_over_six:
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
-    if getattr(seed, "ndim", 0):
+    if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if seed.dtype != np.uint8 or seed.shape != call.x.shape:
             raise ValueError(f"{op}: seed is {seed.dtype} {seed.shape}; random bytes need uint8 {call.x.shape}, or pass an int")
         return np.moveaxis(seed, call.axis, -1)

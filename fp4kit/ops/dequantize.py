@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call import check
+from fp4kit.call.apart import check_apart, is_apart
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, numpy_dtype
@@ -25,10 +26,11 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
         q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied.py). Where no amax gives it, an
         arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
-    out: array of q.shape and dtype to write to.
+    out: array of q.shape and dtype to write to, which shares no memory with q.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Returns a new array (a transposed view where the quantized axis was not the last).
-    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype.
+    Raises TypeError for another dtype or anything but a Quantized; ValueError for an out of the wrong shape or dtype, or in
+        the memory of q.
     Numerics: float32 throughout, one rn rounding to dtype at the end (float16 overflows to inf); a NaN scale gives NaN.
     Exact: what the recipe's producer decodes.
 
@@ -38,7 +40,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
     key, repeat = find("dequantize", (q, out), dtype)
-    found = repeat and repeat(q, out)
+    found = repeat(q, out) if repeat and is_apart(q, out) else None
     if found is not None:
         return found
     return _dequantize(q, dtype, key, out=out)
@@ -52,6 +54,8 @@ def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
     check.check_values_dtype("dequantize", wanted)
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
+    if out is not None:
+        check_apart("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})
     values = run("dequantize", "dequantize", q.packed, q, wanted, out)
     if key is not None:
         keep(key, prepared_by(q.packed).dequantize(q, like.packed, values))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.amaxes import given_tensor_amax
+from fp4kit.call.apart import check_apart
 from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
 from fp4kit.interop import import_arrays
@@ -57,8 +58,9 @@ def partial_cast(
     block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's partial_amax.
     tensor_amax: float32 (); None takes the maximum of block_amax. Recipes without a tensor scale have none. Recipes whose tensor
         scale counts finite elements only (nvfp4-flashinfer, ...) need it where block_amax holds an infinity.
-    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, a NaN amax, an infinite one that
-        tensor_amax must stand beside, or a 4over6 recipe (whose choice needs whole blocks).
+    Raises ValueError as partial_amax does, for an out or block_amax of another shape or dtype, an out in the memory of the
+        others, a NaN amax, an infinite one that tensor_amax must stand beside, or a 4over6 recipe (whose choice needs whole
+        blocks).
     Exact: the bytes of quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets; this is not.
     Two shards that share a byte each write their own nibble of it: exchange nibbles, not bytes, or cut at even offsets.
     On a GPU: shard, out and block_amax on one device; NaN and infinities in block_amax are not looked for, since that would wait:
@@ -78,6 +80,7 @@ def partial_cast(
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
     _check_cast_arrays(array, out, amax, (M, K), r)
+    check_apart("partial_cast", {"shard": array, "block_amax": amax}, {"out": out})
     if tensor_amax is None:
         _check_finite(amax, r)
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arguments import as_index
+from fp4kit.call.apart import is_apart
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
@@ -52,14 +53,14 @@ def quantize(
     block_scale, tensor_scale: scales that there are, as GPTQ, AWQ and calibration have them: only codes are made. Both, or the
         one that the recipe has; not together with an amax. block_scale: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu, in
         scale_layout, as the result has them; tensor_scale: float32, decode direction, of the shapes of tensor_amax.
-    out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten; without a tensor_amax for a given
-        tensor_scale. Its scales take the bytes that are given.
+    out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten, and share no memory with x or each
+        other; without a tensor_amax for a given tensor_scale. Its scales take the bytes that are given.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
 
     Returns Quantized: packed uint8 (..., K/2) or (..., K); block_scale uint8 (..., K/block); tensor_scale, tensor_amax float32.
     Raises TypeError for another dtype; ValueError for a length that is not whole blocks, an unknown recipe or layout, a 0-d x,
-        a tensor_amax of the wrong shape, NaN or negative, scales in part or beside an amax; NotImplementedError for what has no
-        CUDA kernel.
+        a tensor_amax of the wrong shape, NaN or negative, scales in part or beside an amax, an out in the memory of x;
+        NotImplementedError for what has no CUDA kernel.
     Numerics: ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe's fields (see Recipe).
         Under given scales an element and its scales alone make the code: code = encode(x * factor(block_scale, tensor_scale)) by
         the recipe's rule, elements saturate under a scale that is too small; under one that is zero or NaN they are what the
@@ -79,7 +80,7 @@ def quantize(
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
         key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        found = repeat and repeat(x, tensor_amax, out)
+        found = repeat(x, tensor_amax, out) if repeat and is_apart(x, out) else None
         if found is not None:
             return found
     options = Options(scale_layout, rounding, seed, hadamard)

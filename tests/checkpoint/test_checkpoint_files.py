@@ -12,11 +12,13 @@ import synthetic
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save
+from seconds import TEN, cpu_seconds
 from synthetic import refused
 
 from fp4kit.checkpoint.files import check_shard_name, open_source
 from fp4kit.checkpoint.formats import OutputTensor
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import DTYPE_BITS, TensorReader, read_header
 from fp4kit.storage.writer import SafetensorsWriter
 
@@ -67,6 +69,16 @@ def test_key_twice_with_valid_bytes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abcd")
     with refused("x.safetensors: the key 'a' stands twice"):
         read_header(tmp_path / "x.safetensors")
+
+
+def test_key_twice_among_many_is_found_without_comparing_all() -> None:
+    text = json.dumps({f"k{i}": i for i in range(100_000)})[:-1] + ', "k99999": 1}'
+
+    def parsed() -> None:
+        with refused("x: the key 'k99999' stands twice"):
+            parse_object(text.encode(), "x")
+
+    assert cpu_seconds(parsed) < TEN
 
 
 def test_special_file_is_refused_without_waiting(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Whether what a call writes lies apart from what it reads: an engine may write a part of a result before it read all inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fp4kit.quantized import Quantized
+
+_MOST_WORK = 1000  # of NumPy's search for a byte of both, of two arrays with gaps; beyond it they count as one memory
+
+
+def check_apart(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+    """Raise ValueError where the memory of an output is that of an input, or of another output. What is no array has none.
+
+    The input of an output's own name (tensor_scale and out.tensor_scale) may be it: it is written with what was read from it.
+    """
+    for name, out in outputs.items():
+        for other, array in inputs.items():
+            if name != f"out.{other}" and shares_memory(array, out):
+                _refuse(op, name, other)
+    for (name, out), (other, array) in combinations(outputs.items(), 2):
+        if shares_memory(out, array):
+            _refuse(op, other, name)
+
+
+def _refuse(op: str, out: str, other: str) -> None:
+    raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
+
+
+class _Memory(NamedTuple):
+    """Of a Quantized: its arrays, on a device the spans that they lie in, and whether all are apart from each other."""
+
+    arrays: tuple[Any, ...]
+    spans: tuple[tuple[int, int], ...]
+    is_apart: bool
+
+
+_KNOWN: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()  # of the outs, and what is decoded, of repeated calls
+
+
+def _memory_of(q: Quantized) -> _Memory:
+    found = _KNOWN.get(q)
+    if found is None:
+        arrays = tuple(part for part in q.parts().values() if part is not None)
+        apart = not any(shares_memory(*pair) for pair in combinations(arrays, 2))
+        found = _KNOWN[q] = _Memory(arrays, () if isinstance(q.packed, np.ndarray) else tuple(map(_span, arrays)), apart)
+    return found
+
+
+def is_apart(read: Any, out: Any) -> bool:
+    """Whether the out of a call that was checked before, or one like it, is apart from what is read this time.
+
+    One of the two is an array, of NumPy, CuPy or PyTorch, and the other one a Quantized; None as out is apart from anything.
+    """
+    if out is None:
+        return True
+    written = type(out) is Quantized
+    array, memory = (read, _memory_of(out)) if written else (out, _memory_of(read))
+    if written and not memory.is_apart:
+        return False
+    if type(array) is np.ndarray:
+        return not any(shares_memory(array, part) for part in memory.arrays)
+    start, stop = _span(array)
+    return not any(start < last and first < stop for first, last in memory.spans)
+
+
+def shares_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays have a byte in common; on a device, whether the spans do that they lie in."""
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.may_share_memory(a, b) and _have_a_byte_in_common(a, b)
+    first, second = _span(a), _span(b)
+    return first[0] < second[1] and second[0] < first[1]
+
+
+def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]  # NumPy's stubs know its two names alone
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _span(a: Any) -> tuple[int, int]:
+    """Where an array of CuPy or PyTorch begins, and the address behind it; (0, 0) of anything else, and of no elements."""
+    if hasattr(a, "data_ptr"):
+        start, size, steps = a.data_ptr(), a.element_size(), [step * a.element_size() for step in a.stride()]
+    elif type(a).__module__ == "cupy":
+        start, size, steps = a.data.ptr, a.dtype.itemsize, a.strides
+    else:
+        return 0, 0
+    if 0 in a.shape:
+        return 0, 0
+    reach = [step * (n - 1) for step, n in zip(steps, a.shape, strict=True)]
+    return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + size
