@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import combinations
+from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -33,10 +34,11 @@ def _refuse(op: str, out: str, other: str) -> None:
 
 
 class _Memory(NamedTuple):
-    """Of a Quantized: its arrays, on a device the spans that they lie in, and whether all are apart from each other."""
+    """Of a Quantized: its arrays, on a device the spans that each and all lie in, and whether all are apart from each other."""
 
     arrays: tuple[Any, ...]
     spans: tuple[tuple[int, int], ...]
+    whole: tuple[int, int]
     is_apart: bool
 
 
@@ -48,7 +50,9 @@ def _memory_of(q: Quantized) -> _Memory:
     if found is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)
         apart = not any(shares_memory(*pair) for pair in combinations(arrays, 2))
-        found = _KNOWN[q] = _Memory(arrays, () if isinstance(q.packed, np.ndarray) else tuple(map(_span, arrays)), apart)
+        spans = () if isinstance(q.packed, np.ndarray) else tuple(map(_span, arrays))
+        whole = min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
+        found = _KNOWN[q] = _Memory(arrays, spans, whole, apart)
     return found
 
 
@@ -66,7 +70,8 @@ def is_apart(read: Any, out: Any) -> bool:
     if type(array) is np.ndarray:
         return not any(shares_memory(array, part) for part in memory.arrays)
     start, stop = _span(array)
-    return not any(start < last and first < stop for first, last in memory.spans)
+    low, high = memory.whole
+    return stop <= low or high <= start or not any(start < last and first < stop for first, last in memory.spans)
 
 
 def shares_memory(a: Any, b: Any) -> bool:
@@ -87,12 +92,16 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
 def _span(a: Any) -> tuple[int, int]:
     """Where an array of CuPy or PyTorch begins, and the address behind it; (0, 0) of anything else, and of no elements."""
     if hasattr(a, "data_ptr"):
-        start, size, steps = a.data_ptr(), a.element_size(), [step * a.element_size() for step in a.stride()]
+        start, is_dense, nbytes = a.data_ptr(), a.is_contiguous(), a.nbytes
     elif type(a).__module__ == "cupy":
-        start, size, steps = a.data.ptr, a.dtype.itemsize, a.strides
+        start, is_dense, nbytes = a.data.ptr, a.flags.c_contiguous, a.nbytes
     else:
         return 0, 0
-    if 0 in a.shape:
+    if not nbytes:
         return 0, 0
+    if is_dense:
+        return start, start + nbytes
+    size = nbytes // prod(a.shape)
+    steps = a.strides if hasattr(a, "strides") else [step * size for step in a.stride()]
     reach = [step * (n - 1) for step, n in zip(steps, a.shape, strict=True)]
     return start + sum(r for r in reach if r < 0), start + sum(r for r in reach if r > 0) + size
