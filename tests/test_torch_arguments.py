@@ -50,7 +50,7 @@ BAD = {
     "flag of a group": (
         lambda x: ft.fake_quantize_grouped([x], "mxfp4", pass_through="no"), TypeError, "fake_quantize_grouped: pass_through is",
     ),
-    "fraction": (lambda x: ft.fake_quantize(x, "mxfp4", seed=3.7, **STOCHASTIC), TypeError, "fake_quantize: seed is 3.7; needs an"),
+    "fraction": (lambda x: ft.fake_quantize(x, "mxfp4", seed=3.7, **STOCHASTIC), TypeError, "fake_quantize: seed is 3.7; needs"),
     "tensor": (
         lambda x: ft.fake_quantize(x, "mxfp4", seed=torch.tensor(3.7), **STOCHASTIC), TypeError,
         "fake_quantize: seed is a tensor of torch.float32; needs an int",
