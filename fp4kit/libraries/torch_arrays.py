@@ -51,6 +51,13 @@ def dtype_named(name: str) -> Any:
     return getattr(_module(), name)
 
 
+def count_write(tensor: Any) -> None:
+    """Tell autograd that the values of a tensor are others now; an older PyTorch cannot be told."""
+    count = getattr(_module().autograd.graph, "increment_version", None)
+    if count is not None:
+        count(tensor)
+
+
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes tensors."""

@@ -9,7 +9,7 @@ import numpy as np
 from fp4kit.call import check
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home, numpy_dtype
+from fp4kit.libraries import comes_home, numpy_dtype, written
 from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.quantized import Quantized
 
@@ -39,9 +39,8 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     """
     key, repeat = find("dequantize", (q, out), dtype)
     found = repeat and repeat(q, out)
-    if found is not None:
-        return found
-    return _dequantize(q, dtype, key, out=out)
+    values = _dequantize(q, dtype, key, out=out) if found is None else found
+    return values if out is None else written(out)
 
 
 @comes_home
