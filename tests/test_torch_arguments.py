@@ -103,3 +103,16 @@ def test_vmap_over_nothing(in_dims):
     assert [y.shape for y in pair] == [(0, 2, 32)] * 2
     gradient = torch.func.grad(lambda x: torch.vmap(lambda x: ft.fake_quantize(x, "nvfp4"), in_dims)(x).sum())(x)
     assert gradient.shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["fake_quantize", "quantize", "amax"])
+def test_plain_functions_under_vmap(name):
+    call = {"fake_quantize": fp4kit.fake_quantize, "quantize": fp4kit.quantize, "amax": lambda x, r: fp4kit.amax(x)}[name]
+    text = rf"^{name}: x is a Tensor without memory of its own on one device \(.*inside of torch.func, call what fp4kit.torch has"
+    with pytest.raises(BufferError, match=text):
+        torch.vmap(lambda x: call(x, "mxfp4"))(to_torch(STACK))
+
+
+def test_a_quantized_without_values_can_be_shown():
+    q = ft.quantize(torch.empty(4, 64, device="meta"), "nvfp4")
+    assert str(q) == repr(q) and q._repr_html_() is None and q.bits_per_value > 4
