@@ -219,6 +219,26 @@ def test_export_of_a_quantized():
     assert_equal(torch.export.export(Encode(), (X,), strict=False).module()(X), Encode()(X))
 
 
+class EncodeColumns(torch.nn.Module):
+    def forward(self, x):
+        return ft.quantize(x, "mxfp6-torchao-floor-e2m3", axis=0)
+
+
+@pytest.mark.parametrize("module", [Encode(), EncodeColumns()], ids=["rows", "columns"])
+def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(module):
+    """torch.export.save refused it, and its shape held symbols where lengths may change."""
+    lengths = {0: 32 * torch.export.Dim("m", min=1), 1: 32 * torch.export.Dim("n", min=1)}
+    x, other, file = tensor(7, (64, 128)), tensor(8, (96, 160)), io.BytesIO()
+    program = torch.export.export(module, (x,), strict=False, dynamic_shapes=(lengths,))
+    torch.export.save(program, file)
+    file.seek(0)
+    for exported in (program.module(), torch.export.load(file).module()):
+        q = exported(other)
+        assert_equal(q, module(other))
+        assert q.shape == (96, 160) and all(type(n) is int for n in q.shape) and q.recipe == module(other).recipe
+        assert torch.equal(q.dequantize(), fp4kit.fake_quantize(other, q.recipe, axis=q.axis))
+
+
 # ---- torch.func, checkpointing, autocast ----------------------------------------------------------------------------------
 
 STACK = tensor(9, (5, 32, 32))
