@@ -314,3 +314,25 @@ def test_autocast_leaves_the_dtype():
             y = call(X, "nvfp4-te")
             assert_equal(y, ft.fake_quantize(X, "nvfp4-te"))
             assert y.dtype == torch.float32 and torch.nn.functional.linear(y, y).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_tangents_are_not_dropped_silently(pass_through):
+    """In a dual level a custom operator gave a result without a tangent, which counts as a derivative of 0."""
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, torch.ones_like(X))
+        for call in (ft.fake_quantize, lambda x, *args, **options: ft.fake_quantize_grouped([x], *args, **options)[0]):
+            with pytest.raises(NotImplementedError, match="jvp"):
+                call(x, "nvfp4-te", pass_through=pass_through)
+            assert_equal(call(X, "nvfp4-te", pass_through=pass_through), fp4kit.fake_quantize(X, "nvfp4-te"))
+
+
+def test_gradients_inside_of_compiled_code_are_right_or_an_error():
+    """torch.compile takes a gradient of 0 for that of an autograd.Function under torch.func.grad."""
+    gradient = torch.func.grad(lambda x: (ft.fake_quantize(x, "nvfp4-te", pass_through=False) * 3).sum())
+    try:
+        found = compiled(gradient)(X)
+    except Exception:
+        return
+    assert_equal(found, gradient(X))

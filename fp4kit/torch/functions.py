@@ -89,7 +89,8 @@ def fake_quantize(
     Returns a new tensor of x's shape, dtype and device.
     Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs: it is one operator,
         torch.ops.fp4kit.fake_quantize. Under torch.vmap it is the loop over the mapped axis: each entry has its own amax, and the
-        same seed. Under torch.autocast it keeps the dtype of x.
+        same seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode; PyTorch raises for tangents, and for
+        torch.func.grad inside of torch.compile, which has no gradients of custom operators.
     Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and dtypes also
         while it is traced. TypeError unless x is a tensor.
     Exact: the bits of fp4kit.fake_quantize, which states the numerics.
@@ -141,7 +142,7 @@ def fake_quantize_grouped(
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
     axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
     spec, random = _named(recipe), (str(rounding), _seed(op, seed))
-    if torch._C._are_functorch_transforms_active():  # PyTorch has no gradients for operators on lists there
+    if transforms.active():  # PyTorch has no gradients for operators on lists there
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
         return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
