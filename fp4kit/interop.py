@@ -99,7 +99,8 @@ def device_name(x: Any, name: str = "x") -> str:
     An object with only `__cuda_array_interface__`, which tells no device number, gives "cuda".
 
     Raises:
-        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface.
+        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface, or traced by JAX.
+        BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as torch.vmap.
         TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see check_tensor.
     """
     if isinstance(x, (np.ndarray, np.generic)):
@@ -107,14 +108,29 @@ def device_name(x: Any, name: str = "x") -> str:
     if hasattr(x, "data_ptr"):
         check_tensor(x, name)
     if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
-        kind, index = (int(part) for part in x.__dlpack_device__())
+        kind, index = _dlpack_device(x, name)
         return "cpu" if kind in _HOST_DEVICES else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
     if hasattr(x, "__cuda_array_interface__"):
         return "cuda"
+    if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
+        raise TypeError(f"{name} is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has, or outside")
     raise TypeError(
         f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
         f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
     )
+
+
+def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
+    """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on several."""
+    try:
+        kind, index = x.__dlpack_device__()
+        return int(kind), int(index)
+    except Exception as error:
+        why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
+        raise BufferError(
+            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in one "
+            "place: gather what is sharded; inside of torch.func, call what fp4kit.torch has"
+        ) from error
 
 
 def check_tensor(x: Any, name: str = "x") -> None:

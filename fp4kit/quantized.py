@@ -314,14 +314,16 @@ class Quantized:
         return same_bits(self, other)
 
     def __str__(self) -> str:
-        from fp4kit.display.quantized import panel
+        from fp4kit.display.quantized import panel_if_there
 
-        return panel(self).text()
+        panel = panel_if_there(self)
+        return repr(self) if panel is None else panel.text()
 
-    def _repr_html_(self) -> str:
-        from fp4kit.display.quantized import panel
+    def _repr_html_(self) -> str | None:
+        from fp4kit.display.quantized import panel_if_there
 
-        return panel(self).html()
+        panel = panel_if_there(self)
+        return None if panel is None else panel.html()  # a notebook shows repr
 
     @property
     def bits_per_value(self) -> float:
@@ -329,9 +331,13 @@ class Quantized:
         return 8 * self.nbytes / max(prod(self.shape), 1)
 
     def __repr__(self) -> str:
+        try:
+            bits = f", {self.bits_per_value:.3g} bits a value"
+        except (TypeError, AttributeError):  # parts are no arrays in a tree of shapes, shardings, ...
+            bits = ""
         return (
             f"Quantized({self.recipe.id}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
-            f"scale_layout={self.scale_layout!r}, {self.bits_per_value:.3g} bits a value)"
+            f"scale_layout={self.scale_layout!r}{bits})"
         )
 
 

@@ -247,3 +247,57 @@ def test_scales_of_tensors_are_taken():
     for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
         found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)
         assert torch.equal(found.packed, q.packed) and type(found.block_scale) is torch.Tensor and found.tensor_amax is None
+
+
+def test_autograd_knows_of_what_is_written_to():
+    """What a function saved for its gradient, and out= overwrote, gave other gradients without an error."""
+    x = tensor(X[BF16])
+    q, packed = quantized(x), quantized(x).packed
+    amax = fp4kit.partial_amax(x.reshape(-1), tuple(x.shape), 0, "mxfp4-ocp")
+    writes = {
+        "values": (torch.ones(x.shape), lambda out: fp4kit.dequantize(q, torch.float32, out=out)),
+        "codes": (packed, lambda out: quantized(x, out=replace(q, packed=out))),
+        "scales": (torch.ones(()), lambda out: quantized(x, out=replace(q, tensor_scale=out))),
+        "given": (packed, lambda out: quantized(
+            x, block_scale=q.block_scale, tensor_scale=q.tensor_scale, out=replace(q, packed=out, tensor_amax=None))),
+        "shard": (
+            torch.zeros_like(packed),
+            lambda out: fp4kit.partial_cast(x.reshape(-1), out, amax, tuple(x.shape), 0, "mxfp4-ocp")),
+    }  # fmt: skip
+    for name, (out, write) in writes.items():
+        for _ in range(3):  # the way of a call that was made before, too
+            w = torch.ones(out.shape, requires_grad=True)
+            y = w * out
+            write(out)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+        assert out._version >= 3, name
+    with torch.inference_mode():
+        fp4kit.dequantize(q, out=torch.empty_like(x))
+
+
+def test_an_out_with_one_place_for_several_elements_is_refused():
+    x = tensor(X[BF16])
+    q, text = quantized(x), "has one place for several elements, strides"
+    with pytest.raises(ValueError, match=f"^dequantize: out {text}"):
+        fp4kit.dequantize(q, out=torch.zeros(x.shape[-1], dtype=x.dtype).expand(x.shape))
+    same_rows = np.lib.stride_tricks.as_strided(np.zeros(x.shape[-1], np.float32), x.shape, (0, 4))
+    with pytest.raises(ValueError, match=f"^dequantize: out {text}"):
+        fp4kit.dequantize(q.to("numpy"), np.float32, out=same_rows)
+    with pytest.raises(ValueError, match=rf"^quantize: out.packed {text}"):
+        quantized(x, out=replace(q, packed=q.packed[:1].expand(q.packed.shape)))
+    assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(fp4kit.dequantize(q))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name and "cast" not in name])
+def test_calls_leave_no_cycles(name):
+    """What an engine declined held its frames, and their arrays, until a collection: memory grew by each call meanwhile."""
+    x = X[BF16]
+    CALLS[name](x)
+    gc.collect()
+    gc.disable()
+    try:
+        CALLS[name](x)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

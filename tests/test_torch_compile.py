@@ -219,6 +219,26 @@ def test_export_of_a_quantized():
     assert_equal(torch.export.export(Encode(), (X,), strict=False).module()(X), Encode()(X))
 
 
+class EncodeColumns(torch.nn.Module):
+    def forward(self, x):
+        return ft.quantize(x, "mxfp6-torchao-floor-e2m3", axis=0)
+
+
+@pytest.mark.parametrize("module", [Encode(), EncodeColumns()], ids=["rows", "columns"])
+def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(module):
+    """torch.export.save refused it, and its shape held symbols where lengths may change."""
+    lengths = {0: 32 * torch.export.Dim("m", min=1), 1: 32 * torch.export.Dim("n", min=1)}
+    x, other, file = tensor(7, (64, 128)), tensor(8, (96, 160)), io.BytesIO()
+    program = torch.export.export(module, (x,), strict=False, dynamic_shapes=(lengths,))
+    torch.export.save(program, file)
+    file.seek(0)
+    for exported in (program.module(), torch.export.load(file).module()):
+        q = exported(other)
+        assert_equal(q, module(other))
+        assert q.shape == (96, 160) and all(type(n) is int for n in q.shape) and q.recipe == module(other).recipe
+        assert torch.equal(q.dequantize(), fp4kit.fake_quantize(other, q.recipe, axis=q.axis))
+
+
 # ---- torch.func, checkpointing, autocast ----------------------------------------------------------------------------------
 
 STACK = tensor(9, (5, 32, 32))
@@ -294,3 +314,25 @@ def test_autocast_leaves_the_dtype():
             y = call(X, "nvfp4-te")
             assert_equal(y, ft.fake_quantize(X, "nvfp4-te"))
             assert y.dtype == torch.float32 and torch.nn.functional.linear(y, y).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("pass_through", [True, False])
+def test_tangents_are_not_dropped_silently(pass_through):
+    """In a dual level a custom operator gave a result without a tangent, which counts as a derivative of 0."""
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(X, torch.ones_like(X))
+        for call in (ft.fake_quantize, lambda x, *args, **options: ft.fake_quantize_grouped([x], *args, **options)[0]):
+            with pytest.raises(NotImplementedError, match="jvp"):
+                call(x, "nvfp4-te", pass_through=pass_through)
+            assert_equal(call(X, "nvfp4-te", pass_through=pass_through), fp4kit.fake_quantize(X, "nvfp4-te"))
+
+
+def test_gradients_inside_of_compiled_code_are_right_or_an_error():
+    """torch.compile takes a gradient of 0 for that of an autograd.Function under torch.func.grad."""
+    gradient = torch.func.grad(lambda x: (ft.fake_quantize(x, "nvfp4-te", pass_through=False) * 3).sum())
+    try:
+        found = compiled(gradient)(X)
+    except Exception:
+        return
+    assert_equal(found, gradient(X))

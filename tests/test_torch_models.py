@@ -56,3 +56,26 @@ def test_a_model_that_does_not_fit_stays_as_it_was():
         ft.fake_quantize_model(model, FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
     assert ft.fake_quantize_model(model, FakeQuantSettings()) == []
+
+
+@pytest.mark.parametrize("options", [{"parameters": ("b.*",)}, {"exclude": ("a.*",)}], ids=str)
+def test_a_module_with_several_names(options):
+    """PyTorch's names know its first one alone; that the settings leave out."""
+    layer = torch.nn.Linear(32, 32, bias=False)
+    model = torch.nn.ModuleDict({"a": layer, "b": layer, "c": torch.nn.Linear(32, 32, bias=False)})
+    settings = FakeQuantSettings("mxfp4-ocp", **options)
+    assert ft.fake_quantize_model(model, settings) == ["b.weight", "c.weight"][: 2 - ("parameters" in options)]
+    assert_same_bits(to_numpy(model["a"].weight), fp4kit.fake_quantize(to_numpy(layer.parametrizations.weight.original), "mxfp4"))
+    twice = torch.nn.Sequential(*[torch.nn.Linear(32, 32, bias=False)] * 2)
+    assert ft.fake_quantize_model(twice, FakeQuantSettings("mxfp4")) == ["0.weight"]
+
+
+def test_anything_but_a_model_and_settings():
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: model is 'x'; needs a Module"):
+        ft.fake_quantize_model("x", FakeQuantSettings("mxfp4"))
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: settings is 'mxfp4'; needs a FakeQuantSettings"):
+        ft.fake_quantize_model(a_model(), "mxfp4")
+    with pytest.raises(TypeError, match=r"^FakeQuantized: settings is 'mxfp4'; needs a FakeQuantSettings"):
+        ft.FakeQuantized("mxfp4", "weight")
+    with pytest.raises(TypeError, match=r"^FakeQuantSettings: pass_through is 'no'; needs True or False"):
+        FakeQuantSettings("mxfp4", pass_through="no")

@@ -29,13 +29,27 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written to."""
+    """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written to.
+
+    ValueError where one place of memory stands for several elements, as in an expanded tensor: the last one written would stay.
+    """
     library = library_of(out)
     if library is not None and not library.is_mutable:
         raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; leave out out")
     if isinstance(out, Quantized):
-        return out.imported()
-    return out if library is None else import_arrays(op, out=out)[0]
+        found = out.imported()
+        for name, part in found.parts().items():
+            _check_places(op, f"out.{name}", part)
+        return found
+    found = out if library is None else import_arrays(op, out=out)[0]
+    _check_places(op, "out", found)
+    return found
+
+
+def _check_places(op: str, name: str, array: Any) -> None:
+    lengths, steps = getattr(array, "shape", ()), getattr(array, "strides", ())
+    if 0 in steps and any(step == 0 and length > 1 for length, step in zip(lengths, steps, strict=True)):
+        raise ValueError(f"{op}: {name} has one place for several elements, strides {steps}; needs memory of each element's own")
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:

@@ -29,6 +29,15 @@ def panel(q: Quantized) -> Panel:
     return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
 
 
+def panel_if_there(q: Quantized) -> Panel | None:
+    """The panel; None of parts that hold no values of q: traced, deleted, on the meta device, what a tree library put there."""
+    try:
+        q.imported()  # checks the parts of a library that traces
+        return panel(q)
+    except (TypeError, ValueError, AttributeError, BufferError):
+        return None
+
+
 def _held(array: Any) -> str:
     """dtype, shape and library; the value of a single number on the host."""
     place = f" in {type(array).__module__.partition('.')[0]}"

@@ -12,7 +12,7 @@ from fp4kit.call import check
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Hadamard, Options, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
-from fp4kit.jax.functions import as_jax
+from fp4kit.jax.functions import as_jax, check_seed
 from fp4kit.libraries import numpy_dtype
 from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
@@ -48,6 +48,7 @@ def quantize(
     r, number = recipe_of("quantize", recipe), getattr(seed, "ndim", None) == 0
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
     axis = as_index("quantize", "axis", axis)
+    check_seed("quantize", seed)
     options = {"axis": axis, "scale_layout": scale_layout, "rounding": rounding, "hadamard": hadamard}
     if not is_traced(x, tensor_amax, block_amax, seed):
         arguments: dict[str, Any] = {**options, **amaxes, "seed": int(seed) if number else seed}

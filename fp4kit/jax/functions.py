@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import fp4kit
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_flag, as_index
 from fp4kit.call import check
 from fp4kit.call.parse import Options, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
@@ -74,7 +74,7 @@ def fake_quantize(
     [1.0, 1.0]
     """
     x = as_jax("fake_quantize", x)
-    how, seed = how_of(recipe, axis, rounding, seed, pass_through)
+    how, seed = how_of("fake_quantize", recipe, axis, rounding, seed, pass_through)
     given = Amaxes(tensor_amax, block_amax, seed, amax)
     check_fake("fake_quantize", how, x, given)
     return _fake_quantize(how, x, given)
@@ -90,12 +90,22 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     return x
 
 
-def how_of(recipe: str | Recipe, axis: int, rounding: str, seed: Any, pass_through: bool) -> tuple[How, Any]:
+def how_of(op: str, recipe: str | Recipe, axis: int, rounding: str, seed: Any, pass_through: bool) -> tuple[How, Any]:
     """What is static, and the seed where it is an array."""
-    number = None if seed is None or hasattr(seed, "dtype") else as_index("fake_quantize", "seed", seed)
-    r, axis = recipe_of("fake_quantize", recipe), as_index("fake_quantize", "axis", axis)
-    how = How(r, axis, str(rounding), number, bool(pass_through))
+    check_seed(op, seed)
+    number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
+    r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
+    how = How(r, axis, str(rounding), number, as_flag(op, "pass_through", pass_through))
     return how, seed if number is None else None
+
+
+def check_seed(op: str, seed: Any) -> None:
+    """Raise TypeError for a single number that is no integer: a fraction, a bool, or a key of jax.random."""
+    if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
+        raise TypeError(
+            f"{op}: seed is one {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
+            "jax.random.bits(key, x.shape, 'uint8')"
+        )
 
 
 def seed_of(how: How, given: Any) -> Any:

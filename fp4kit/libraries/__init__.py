@@ -99,6 +99,19 @@ def comes_home(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
+def written(out: Any) -> Any:
+    """An `out` that was written to. PyTorch's autograd is told, as its own functions tell it: else what an earlier function
+    saved for its gradient would be other values, without an error.
+    """
+    tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
+    if tensor is not None:
+        arrays = out.parts().values() if hasattr(out, "with_parts") else (out,)
+        tensors = [array for array in arrays if isinstance(array, tensor)]
+        if tensors:
+            torch_arrays.count_writes(tensors)
+    return out
+
+
 class Home:
     """The library of a plan's tensors. A plan gives the same arrays in every call, so their tensors are made once.
 

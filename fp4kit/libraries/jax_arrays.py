@@ -14,8 +14,16 @@ from fp4kit import interop
 
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
-    """Calls on x run as they do; gives what makes arrays on the device of x."""
-    yield lambda array: array_of(array, x.device)
+    """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may move x."""
+
+
+    def give(array: Any) -> Any:
+        if getattr(x, "committed", True):
+            return array_of(array, x.device)
+        with sys.modules["jax"].default_device(x.device):
+            return array_of(array)
+
+    yield give
 
 
 def array_of(array: Any, device: Any = None) -> Any:

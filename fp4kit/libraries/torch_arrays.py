@@ -51,6 +51,18 @@ def dtype_named(name: str) -> Any:
     return getattr(_module(), name)
 
 
+def count_writes(tensors: list[Any]) -> None:
+    """Tell autograd that the values of tensors are others now; an older PyTorch is told of one at a time, or cannot be."""
+    count = getattr(_module().autograd.graph, "increment_version", None)
+    if count is None:
+        return
+    try:
+        count(tensors)
+    except TypeError:
+        for tensor in tensors:
+            count(tensor)
+
+
 @contextmanager
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run on the current stream of its device, and take memory from PyTorch's allocator; gives what makes tensors."""

@@ -10,7 +10,7 @@ from fp4kit.call import check
 from fp4kit.call.apart import check_apart, is_apart
 from fp4kit.call.outputs import check_values_out, import_out
 from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home, numpy_dtype
+from fp4kit.libraries import comes_home, numpy_dtype, written
 from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.quantized import Quantized
 
@@ -41,9 +41,8 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None
     """
     key, repeat = find("dequantize", (q, out), dtype)
     found = repeat(q, out) if repeat and is_apart(q, out) else None
-    if found is not None:
-        return found
-    return _dequantize(q, dtype, key, out=out)
+    values = _dequantize(q, dtype, key, out=out) if found is None else found
+    return values if out is None else written(out)
 
 
 @comes_home

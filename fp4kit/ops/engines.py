@@ -92,12 +92,12 @@ def run(op: str, operation: str, array: Any, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> Any:
-    reason = None
+    reason = ""
     for engine in engines_of(array):
         try:
             return getattr(engine, operation)(*arguments)
         except Declined as declined:
-            reason = declined
+            reason = str(declined)  # the error itself would hold this frame, which holds it, and the arrays until a collection
     raise NotImplementedError(f"{op}: {reason}")
 
 

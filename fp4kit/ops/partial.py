@@ -11,7 +11,7 @@ from fp4kit.call.apart import check_apart
 from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
 from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home
+from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import run
 from fp4kit.parts import packed_shape
 from fp4kit.recipes import Recipe, recipe_of
@@ -75,8 +75,8 @@ def partial_cast(
     >>> np.array_equal(out, fp4kit.quantize(w.reshape(16, 32), "nvfp4-te-2d").packed)
     True
     """
-    r = recipe_of("partial_cast", recipe)
-    array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", out), block_amax=block_amax)
+    r, given = recipe_of("partial_cast", recipe), out
+    array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", given), block_amax=block_amax)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
     _check_cast_arrays(array, out, amax, (M, K), r)
@@ -85,6 +85,7 @@ def partial_cast(
         _check_finite(amax, r)
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
     run("partial_cast", "partial_cast", array, array, out, amax, (M, K), start, r, whole)
+    written(given)
 
 
 def _check_cast_arrays(shard: Any, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:

@@ -9,7 +9,7 @@ from fp4kit.call.apart import is_apart
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home
+from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
@@ -82,12 +82,14 @@ def quantize(
         key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
         found = repeat(x, tensor_amax, out) if repeat and is_apart(x, out) else None
         if found is not None:
-            return found
+            return found if out is None else written(out)
     options = Options(scale_layout, rounding, seed, hadamard)
     if given_scales:
         _refuse_amaxes(tensor_amax, block_amax)
-        return _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
-    return _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+        q = _quantize_with_scales(x, recipe, axis, options, block_scale, tensor_scale, out=out)
+    else:
+        q = _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
+    return q if out is None else written(out)
 
 
 @comes_home

@@ -9,28 +9,10 @@ Inside of compiled code, quantize and dequantize, and recipes that are no ids, n
 objects made without their constructor.
 """
 
-from typing import Any
-
-from torch.utils import _pytree
-
-from fp4kit.pieces import flatten, unflatten
-from fp4kit.quantized import Quantized
+from fp4kit.torch import trees
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
 
 __all__ = ["FakeQuantized", "dequantize", "fake_quantize", "fake_quantize_grouped", "fake_quantize_model", "quantize"]
 
-
-def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
-    arrays, facts = flatten(q)
-    return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
-
-
-def _flatten(q: Quantized) -> tuple[list[Any], Any]:
-    arrays, facts = flatten(q)
-    return list(arrays), facts
-
-
-_pytree.register_pytree_node(
-    Quantized, _flatten, unflatten, serialized_type_name="fp4kit.Quantized", flatten_with_keys_fn=_with_keys
-)
+trees.register()

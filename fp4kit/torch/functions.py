@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.call import check
 from fp4kit.ops.grouped_plan import per_tensor
 from fp4kit.pieces import unflatten
@@ -38,20 +37,29 @@ def _named(recipe: str | Recipe) -> str:
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
 
-def _amax(x: Tensor, given: Any) -> Tensor | None:
-    """An amax as a tensor: numbers and arrays become one on the device of x, without waiting for it where one number is given."""
+def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
+    """An amax as a tensor: numbers and arrays become one on the device of x, without waiting for it where one number is given.
+
+    Sequences become float64 first, which no default dtype of PyTorch rounds.
+    """
     if given is None or isinstance(given, Tensor):
         return given
+    if isinstance(given, (bool, complex, str, bytes)):
+        raise TypeError(f"{op}: {name} is {given!r:.60}; needs a real number or a float array")
     if isinstance(given, (int, float)):
-        return torch.full((), given, dtype=torch.float64, device=x.device).to(torch.float32)
-    return torch.as_tensor(given, device=x.device)
+        return torch.full((), float(given), dtype=torch.float64, device=x.device).to(torch.float32)
+    return torch.as_tensor(given, dtype=torch.float64 if isinstance(given, (list, tuple)) else None, device=x.device)
 
 
-def _seed(seed: Any) -> Tensor | None:
+def _seed(op: str, seed: Any) -> Tensor | None:
     """A seed as a tensor: ints modulo 2^64 as int64."""
-    if seed is None or isinstance(seed, Tensor):
+    if seed is None:
+        return None
+    if isinstance(seed, Tensor):
+        if seed.ndim == 0 and (seed.dtype.is_floating_point or seed.dtype.is_complex or seed.dtype == torch.bool):
+            raise TypeError(f"{op}: seed is a tensor of {seed.dtype}; needs an int, a 0-d integer tensor, or random bytes")
         return seed
-    number = seed if isinstance(seed, int) else operator.index(seed)  # torch.compile takes what index gives for a constant
+    number = seed if isinstance(seed, int) else as_index(op, "seed", seed)  # torch.compile takes what index gives for a constant
     if not -_INT64 <= number < _INT64:
         number = (number + _INT64) % (2 * _INT64) - _INT64
     return torch.scalar_tensor(number, dtype=torch.int64)
@@ -81,7 +89,8 @@ def fake_quantize(
     Returns a new tensor of x's shape, dtype and device.
     Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs: it is one operator,
         torch.ops.fp4kit.fake_quantize. Under torch.vmap it is the loop over the mapped axis: each entry has its own amax, and the
-        same seed. Under torch.autocast it keeps the dtype of x.
+        same seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode; PyTorch raises for tangents, and for
+        torch.func.grad inside of torch.compile, which has no gradients of custom operators.
     Raises what fp4kit.fake_quantize and fake_quantize_backward raise, before any work; what depends on shapes and dtypes also
         while it is traced. TypeError unless x is a tensor.
     Exact: the bits of fp4kit.fake_quantize, which states the numerics.
@@ -94,10 +103,11 @@ def fake_quantize(
     >>> x.grad[0, :2].tolist()
     [1.0, 1.0]
     """
-    check_tensor("fake_quantize", x)
-    amaxes = _amax(x, tensor_amax), _amax(x, block_amax)
-    options = str(rounding), _seed(seed), _amax(x, amax), bool(pass_through)
-    return transforms.fake_quantize(x, _named(recipe), as_index("fake_quantize", "axis", axis), *amaxes, *options)
+    op = "fake_quantize"
+    check_tensor(op, x)
+    amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
+    options = str(rounding), _seed(op, seed), _amax(op, "amax", x, amax), as_flag(op, "pass_through", pass_through)
+    return transforms.fake_quantize(x, _named(recipe), as_index(op, "axis", axis), *amaxes, *options)
 
 
 def fake_quantize_grouped(
@@ -125,18 +135,27 @@ def fake_quantize_grouped(
     [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
-    xs, given = list(xs.unbind(0) if isinstance(xs, Tensor) else xs), (tensor_amax, block_amax, amax)
+    xs, given = _tensors(op, xs), (tensor_amax, block_amax, amax)
     for i, x in enumerate(xs):
         check_tensor(op, x, f"xs[{i}]")
     names = ("tensor_amax", "block_amax", "amax")
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
-    axis = as_index("fake_quantize_grouped", "axis", axis)
-    spec, random, pass_through = _named(recipe), (str(rounding), _seed(seed)), bool(pass_through)
-    if torch._C._are_functorch_transforms_active():  # PyTorch has no gradients for operators on lists there
+    axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
+    spec, random = _named(recipe), (str(rounding), _seed(op, seed))
+    if transforms.active():  # PyTorch has no gradients for operators on lists there
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
         return [transforms.fake_quantize(x, spec, axis, t, b, *random, a, pass_through) for x, t, b, a in rows]
     return groups.fake_quantize_grouped(xs, spec, axis, tensors, blocks, *random, limits, pass_through)
+
+
+def _tensors(op: str, xs: Any) -> list[Any]:
+    """The tensors of a sequence, or of a stack."""
+    if not isinstance(xs, Tensor):
+        return list(as_entries(op, "xs", xs))
+    if xs.ndim < 2:
+        raise ValueError(f"{op}: xs is one {xs.ndim}-d tensor; needs a sequence, or a stack of at least 2 dimensions")
+    return list(xs.unbind(0))
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
@@ -144,7 +163,7 @@ def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
     if given is None or not xs:
         return []
     entries: Iterable[Any] = given.unbind(0) if isinstance(given, Tensor) and given.ndim else given
-    return [_amax(x, a) for x, a in zip(xs, per_tensor(op, name, entries, len(xs)), strict=True)]
+    return [_amax(op, name, x, a) for x, a in zip(xs, per_tensor(op, name, entries, len(xs)), strict=True)]
 
 
 def quantize(
@@ -170,10 +189,11 @@ def quantize(
     >>> q.packed[0, 0].item(), q.block_scale.tolist(), q.shape
     (241, [[127]], (1, 32))
     """
-    check_tensor("quantize", x)
-    r, axis = recipe_of("quantize", recipe), as_index("quantize", "axis", axis)
-    options = str(scale_layout), str(rounding), _seed(seed), str(hadamard), _amax(x, block_amax)
-    arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(x, tensor_amax), *options)
+    op = "quantize"
+    check_tensor(op, x)
+    r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
+    options = str(scale_layout), str(rounding), _seed(op, seed), str(hadamard), _amax(op, "block_amax", x, block_amax)
+    arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
     names = ("packed", *["block_scale"] * (r.scale is not None), *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"))
     return unflatten(arrays, (names, tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
 
@@ -190,6 +210,8 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """
     check.check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dequantize: dtype is {dtype!r:.60}; needs torch.float32, torch.float16 or torch.bfloat16")
     source = _torch_dtype(q.dtype)
     facts = q.shape, q.axis, _spec(q.recipe), q.scale_layout, source, source if dtype is None else dtype
     return codes.dequantize(q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts)

@@ -27,6 +27,7 @@ class FakeQuantized(torch.nn.Module):
 
     def __init__(self, settings: FakeQuantSettings, name: str) -> None:
         super().__init__()
+        _check_kind("FakeQuantized", "settings", settings, FakeQuantSettings)
         self.settings, self.name = settings, name
         recipe = settings.resolved
         self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
@@ -44,15 +45,19 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     """Fake-quantize every parameter of a model that the settings name, by a parametrization; returns their names.
 
     model: is changed in place; layer.weight is then fake-quantized, layer.parametrizations.weight.original what is trained. Tied
-        parameters are quantized under each of their names that the settings match, and stay tied.
+        parameters are quantized under each of their names that the settings match, and stay tied. A module that has several
+        names is quantized if the settings match one of them.
     Raises what fake_quantize raises, with the parameter's name before it, and ValueError for a parameter that is fake-quantized
-        already; the model is then as it was.
+        already; the model is then as it was. TypeError for anything but a module and settings.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
     >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
     ['0.weight']
     """
-    found = [place for place in _parameters(model) if settings.is_quantized(place[0])]
+    _check_kind("fake_quantize_model", "model", model, torch.nn.Module)
+    _check_kind("fake_quantize_model", "settings", settings, FakeQuantSettings)
+    named = [place for place in _parameters(model) if settings.is_quantized(place[0])]
+    found = list({(id(module), leaf): (name, module, leaf) for name, module, leaf in reversed(named)}.values())[::-1]
     recipe = settings.resolved
     for name, module, leaf in found:
         _check(name, module, leaf)
@@ -64,9 +69,12 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Name, module and name therein of every parameter, parametrized ones by the name under which they are read."""
+    """Name, module and name therein of every parameter, parametrized ones by the name under which they are read.
+
+    A module that is in several places comes by each of its names.
+    """
     inside = {id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)}
-    for prefix, module in model.named_modules():
+    for prefix, module in model.named_modules(remove_duplicate=False):
         if id(module) in inside:
             continue
         own = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
@@ -77,6 +85,11 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     found: Any = module.parametrizations
     return found.modules()
+
+
+def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}")
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:

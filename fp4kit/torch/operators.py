@@ -42,18 +42,21 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
         return [[part[i] for part in parts] for i in range(count)]
-    return [argument] * count if dim is None else argument.unbind(dim)
+    if dim is None:
+        return [argument] * count
+    return argument.unbind(dim) if argument.shape[dim] else [argument.new_zeros(argument.movedim(dim, 0).shape[1:])]
 
 
 def loop_over(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """vmap of an operator: a loop over the mapped axis."""
+    """vmap of an operator: a loop over the mapped axis. Of length 0, one call of zeros tells the shapes of the results."""
 
     def mapped(info: Any, dims: Sequence[Any], *arguments: Any) -> Any:
-        columns = [_entries(a, d, info.batch_size) for a, d in zip(arguments, dims, strict=True)]
+        columns = [_entries(a, d, info.batch_size or 1) for a, d in zip(arguments, dims, strict=True)]
         found = [operator(*entries) for entries in zip(*columns, strict=True)]
+        join = torch.stack if info.batch_size else lambda tensors: tensors[0].new_empty((0, *tensors[0].shape))
         if isinstance(found[0], Tensor):
-            return torch.stack(found), 0
-        return [torch.stack(tensors) for tensors in zip(*found, strict=True)], [0] * len(found[0])
+            return join(found), 0
+        return [join(tensors) for tensors in zip(*found, strict=True)], [0] * len(found[0])
 
     return mapped
 

@@ -9,20 +9,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from fp4kit.torch import operators
 
 
+def active() -> bool:
+    """Whether a transform runs, or forward-mode differentiation, whose tangents a custom operator would drop without a word."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def fake_quantize(*arguments: Any) -> torch.Tensor:
     """operators.fake_quantize, anywhere."""
-    active = torch._C._are_functorch_transforms_active()
-    return FakeQuantize.apply(*arguments) if active else operators.fake_quantize(*arguments)
+    return FakeQuantize.apply(*arguments) if active() else operators.fake_quantize(*arguments)
 
 
 def fake_quantize_backward(*arguments: Any) -> torch.Tensor:
     """operators.fake_quantize_backward, anywhere."""
-    active = torch._C._are_functorch_transforms_active()
-    return FakeQuantizeBackward.apply(*arguments) if active else operators.fake_quantize_backward(*arguments)
+    return FakeQuantizeBackward.apply(*arguments) if active() else operators.fake_quantize_backward(*arguments)
 
 
 class FakeQuantize(torch.autograd.Function):

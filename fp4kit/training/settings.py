@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from fp4kit.arguments import as_flag
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -26,7 +27,8 @@ class FakeQuantSettings:
     parameters, exclude: wildcards (fnmatch, case counts) of names; a parameter is quantized if one of the first matches and none
         of the second does.
     pass_through: whether the straight-through gradient comes through whole, or only where |w| <= amax.
-    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit the recipe.
+    Raises ValueError for an unknown recipe, for wildcards that are one string, and for a block size that does not fit the recipe;
+    TypeError for a pass_through that is no flag.
     """
 
     recipe: str | Recipe | None = None
@@ -43,6 +45,7 @@ class FakeQuantSettings:
                     f"FakeQuantSettings: {field} is {patterns!r}; needs a tuple of wildcards, such as ({patterns!r},)"
                 )
             object.__setattr__(self, field, tuple(patterns))
+        object.__setattr__(self, "pass_through", as_flag("FakeQuantSettings", "pass_through", self.pass_through))
         if self.recipe is not None:
             recipe_of("FakeQuantSettings", self.recipe)
         if self.block_size is not None:

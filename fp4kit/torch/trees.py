@@ -1,0 +1,64 @@
+"""Quantized as a pytree of PyTorch: its arrays are the leaves, all else is static, and is text in what torch.export saves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from fp4kit.formats import FLOATS
+from fp4kit.pieces import flatten, unflatten
+from fp4kit.quantized import Quantized
+from fp4kit.recipes.spec import from_spec, to_spec
+
+_DTYPES = {dtype.name: dtype for dtype in FLOATS}
+
+
+def register() -> None:
+    """Make Quantized known to PyTorch's tree functions."""
+    _pytree.register_pytree_node(
+        Quantized,
+        _flatten,
+        _unflatten,
+        serialized_type_name="fp4kit.Quantized",
+        to_dumpable_context=_to_text,
+        from_dumpable_context=_from_text,
+        flatten_with_keys_fn=_with_keys,
+    )
+
+
+def _flatten(q: Quantized) -> tuple[list[Any], Any]:
+    arrays, facts = flatten(q)
+    return list(arrays), facts
+
+
+def _with_keys(q: Quantized) -> tuple[list[tuple[Any, Any]], Any]:
+    arrays, facts = flatten(q)
+    return [(_pytree.GetAttrKey(name), array) for name, array in zip(facts[0], arrays, strict=True)], facts
+
+
+def _unflatten(arrays: Any, facts: Any) -> Quantized:
+    arrays = list(arrays)
+    return unflatten(arrays, facts if torch.compiler.is_compiling() else _with_lengths(arrays[0], facts))
+
+
+def _with_lengths(packed: Any, facts: Any) -> Any:
+    """The facts with lengths in the place of symbols, which an exported program has for those that may change."""
+    names, shape, dtype, axis, r, layout = facts
+    if all(isinstance(n, int) for n in shape):
+        return facts
+    *lengths, last = packed.shape
+    lengths.insert(axis, last // r.element.packing.bytes * r.element.packing.codes)
+    return names, tuple(lengths), dtype, axis, r, layout
+
+
+def _to_text(facts: Any) -> list[Any]:
+    """The facts as JSON has them; None for lengths that may change, which are read from the codes."""
+    names, shape, dtype, axis, r, layout = facts
+    return [list(names), [n if isinstance(n, int) else None for n in shape], dtype.name, axis, to_spec(r), layout]
+
+
+def _from_text(text: Any) -> Any:
+    names, shape, dtype, axis, recipe, layout = text
+    return tuple(names), tuple(shape), _DTYPES[dtype], axis, from_spec(recipe), layout
