@@ -87,8 +87,9 @@ def check_partial(destination: Path, resume: bool) -> None:
 
 
 def ways_on(destination: Path) -> str:
-    """What may be done about a run that was interrupted."""
-    return f"go on with --resume, or remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
+    """What may be done about a run that was interrupted: one without a journal, such as a reconciliation, cannot go on."""
+    going_on = "go on with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
+    return f"{going_on}remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:

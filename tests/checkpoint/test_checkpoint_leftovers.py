@@ -12,7 +12,7 @@ import pytest
 import synthetic
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint import sharing, staging
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,20 @@ def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called
         assert called("convert", option, model / "m", tmp_path / "out").code == 0
         assert content(tmp_path / "out") == wanted
         shutil.rmtree(tmp_path / "out")
+
+
+def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Callable[..., Run]) -> None:
+    """There is no such option, and no journal."""
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / staging.LOCK).touch()
+    synthetic.moe(tmp_path / "m")
+    assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))  # which then disagree
+        run = called("reconcile", tmp_path / "q", tmp_path / "out")
+    assert run.code == 2 and "left by an interrupted run; remove it with fp4kit convert --remove-stale" in run.err
+    assert "--resume" not in run.err
 
 
 def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
