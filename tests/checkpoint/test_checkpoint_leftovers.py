@@ -71,6 +71,16 @@ def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Ca
     assert "--resume" not in run.err
 
 
+@pytest.mark.parametrize("extra", [(), ("--dry-run",), ("--resume",), ("--remove-stale",)])
+def test_a_name_too_long_for_what_is_beside_it(
+    model: Path, tmp_path: Path, called: Callable[..., Run], extra: tuple[str, ...]
+) -> None:
+    """The directory of the run has a longer name than the result."""
+    run = called("convert", model / "m", tmp_path / ("x" * 250), *extra)
+    assert run.code == 2 and "cannot be created (File name too long); name another directory" in run.err
+    assert "Traceback" not in run.err and not list(tmp_path.iterdir())
+
+
 def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     out = tmp_path / "out"
     with staging.staged_directory(out) as stage:
