@@ -87,6 +87,7 @@ def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path
         for arguments in (("--remove-stale", out), ("--remove-stale", model / "m", out), ("--resume", model / "m", out)):
             run = called("convert", *arguments)
             assert run.code == 2 and "another run is writing to it" in run.err and stage.folder.is_dir()
+            assert "is left" not in run.err  # nor that it may be removed
 
 
 def test_published_is_what_this_process_renamed(tmp_path: Path) -> None:
