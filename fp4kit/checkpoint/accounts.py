@@ -156,7 +156,9 @@ def amaxes(case: Case, r: Recipe) -> Sequence[np.ndarray | None]:
     """What a recipe may have been given: known amaxes that make the stored tensor scale; else all, and what the scale implies."""
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
-    known, stored, dtype = [np.asarray(a) for a in case.amaxes], case.layer.tensor_scale, case.x.dtype
+    own = case.amaxes[0]  # a group is not of zeros where its member is not, though the scale of zeros may be the stored one
+    known = [np.asarray(a) for a in case.amaxes if a != 0 or own == 0]
+    stored, dtype = case.layer.tensor_scale, case.x.dtype
     if stored is not None:
         with np.errstate(all="ignore"):
             fitting = [a for a in known if mishaps.near(stored, tensor_scale(a, r, dtype).decode)]

@@ -6,14 +6,16 @@ no link is followed out of the directory.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, contained, resolved
 from fp4kit.checkpoint.manifest import MANIFEST
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.errors import CheckpointError, shown
 
 COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
 COPIED_PREFIXES = ("LICENSE", "LICENCE", "NOTICE", "README")
@@ -52,13 +54,18 @@ class AuxiliaryFiles:
 
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield (name relative to root, path) of files, links to directories and hidden directories."""
-    for folder, directories, names in os.walk(root):
+    for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
         hidden = [name for name in directories if name.startswith(".") and name not in links]
         directories[:] = sorted(set(directories) - set(links) - set(hidden))
         for name in sorted([*names, *links, *hidden]):
             path = Path(folder) / name
             yield path.relative_to(root).as_posix(), path
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    """Raise for a directory that cannot be listed: os.walk would pass over what is in it."""
+    raise CheckpointError(f"{shown(str(error.filename))}: cannot be read ({error.strerror}); allow it, or remove it")
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
@@ -88,7 +95,7 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
     """Return what beside the ``model_files`` (their names, and the index) of ``root`` is copied and what is skipped.
 
-    Nothing, where ``root`` is a file.
+    Nothing, where ``root`` is a file. Raises CheckpointError for what may not be read.
     """
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []
@@ -97,6 +104,8 @@ def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
             continue
         reason = _skip_reason(name, path, root)
         if reason is None:
+            if not os.access(path, os.R_OK):
+                _unreadable(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))
             copied.append(AuxiliaryFile(name, path.resolve(), path.stat().st_size))
         else:
             skipped.append((name, reason))

@@ -115,9 +115,14 @@ def _check_numbering(names: Iterable[str]) -> None:
             )
 
 
+def _safetensors_in(root: Path) -> list[str]:
+    """Names of safetensors files in a directory; Path.glob would find none where it may not look."""
+    return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
+
+
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``."""
-    present = sorted(path.name for path in root.glob("*.safetensors"))
+    present = _safetensors_in(root)
     if weight_map is not None:
         names = sorted(set(weight_map.values()))
         if SINGLE in present and SINGLE not in names:
@@ -184,5 +189,5 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     _check_no_duplicates(files)
     if weight_map is not None:
         _check_index(weight_map, files)
-    ignored = tuple(sorted({path.name for path in root.glob("*.safetensors")} - set(names)))
+    ignored = tuple(sorted(set(_safetensors_in(root)) - set(names)))
     return files, ignored, weight_map is not None

@@ -19,14 +19,14 @@ from fp4kit.checkpoint.codes import check_alike, recorded_recipe, with_codes
 from fp4kit.checkpoint.declared import check_declared
 from fp4kit.checkpoint.files import INDEX, Source, open_source
 from fp4kit.checkpoint.formats.configs import container_id
-from fp4kit.checkpoint.formats.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.formats.container import INPUT_SCALE, Container, OutputTensor
 from fp4kit.checkpoint.ggml_names import RECIPE, VERSION
 from fp4kit.checkpoint.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
 from fp4kit.checkpoint.journal import identity
 from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.request import Request, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
 from fp4kit.checkpoint.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
@@ -188,11 +188,7 @@ class _Planner:
         self.has_input_scale = self._has_input_scale()
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
-        if self.form is DEEPSEEK_V4_NVFP4 and not self.has_input_scale:
-            raise CheckpointError(
-                "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
-                "give one, such as --input-scale 1.0, which is not calibrated"
-            )
+        check_input_scale(self.form, self.has_input_scale)
         self.groups = self._groups()
         self.actions = self._actions()
 

@@ -2,12 +2,13 @@
 
 vLLM loads q, k, v, or gate and up, as one layer with one tensor scale and does not rescale the others. With s the tensor scales
 of a group's parts, which multiply on decode: t = max(s), and a part's block scales become E4M3(block_scale * (s / t)), each step
-rn, the first two in float32. Codes stay. A part with s = t keeps every byte. Values are exact where s / t is a power of two and
-no block scale becomes subnormal.
+rn, the first two in float32. Codes stay. A part with s = t keeps its codes and block scales. All store the number of the part
+that has t, in its bits. Values are exact where s / t is a power of two and no block scale becomes subnormal.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ from fp4kit import __version__
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint import auxiliary, sharing, staging
 from fp4kit.checkpoint.decode import codes_of, decode, row_chunks
-from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, Source, open_source
+from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, existing_file, open_source
 from fp4kit.checkpoint.formats.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.gguf import is_gguf_config
 from fp4kit.checkpoint.journal import source_facts
 from fp4kit.checkpoint.manifest import MANIFEST, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.reading import Readers, tensor_scale_of
+from fp4kit.checkpoint.reading import Readers, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.rewrite.scalars import usable_tensor_scale
 from fp4kit.checkpoint.statistics import sqnr_db
 from fp4kit.checkpoint.weights import Weight, weights_of
@@ -64,15 +65,33 @@ class Reconciliation:
     destination: Path | None
 
 
-def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, np.float32]]:
-    """Group -> layer -> tensor scale, of the fused layers whose parts do not agree."""
-    scales = {weight.name: tensor_scale_of(readers, weight) for weight in _layers(source).values()}
-    found: dict[str, dict[str, np.float32]] = {}
-    for name, group in sharing.shared_amax_groups(scales).items():
-        scale = scales[name]
-        assert scale is not None
-        found.setdefault(group, {})[name] = scale
-    return {group: parts for group, parts in found.items() if len({scale.tobytes() for scale in parts.values()}) > 1}
+def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
+    """Group -> layer -> its weight, of the fused layers whose parts do not agree.
+
+    What counts is the number that is stored: divisors that differ may have one reciprocal, and engines compare the divisors.
+    """
+    layers = {weight.name: weight for weight in _layers(source).values()}
+    found: dict[str, dict[str, Weight]] = {}
+    for name, group in sharing.shared_amax_groups(layers).items():
+        found.setdefault(group, {})[name] = layers[name]
+    return {group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1}
+
+
+def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
+    """The bits of the tensor scale as it is stored, and whether it divides."""
+    assert weight.container is not None
+    return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
+
+
+def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
+    """The part whose tensor scale is the largest: of equal ones that divide, the one of the smallest divisor."""
+
+    def scale(part: Weight) -> tuple[float, float]:
+        found = tensor_scale_of(readers, part)
+        assert found is not None
+        return float(found), -float(scalar_of(readers, part, TENSOR_SCALE))
+
+    return max(parts.values(), key=scale)
 
 
 def _layers(source: Source) -> dict[str, Weight]:
@@ -90,7 +109,7 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
 
     source: a model directory of Model-Optimizer's or compressed-tensors' NVFP4. destination: a new directory; None only reports,
         and writes nothing. progress: called with bytes of tensors that were written.
-    Everything but the scales of layers that disagree is copied byte for byte, configs too.
+    Everything but the scales of layers that disagree is copied byte for byte, configs and index too.
     Raises CheckpointError for a checkpoint without tensor scales, for one where a scale is no positive normal float32, and what
     convert raises of a destination.
     """
@@ -102,14 +121,13 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
         raise CheckpointError(f"{source}: no layer of it has a tensor scale; only NVFP4 checkpoints can disagree")
     with Readers() as readers:
         wrong = disagreements(model, readers)
-        by_name = {weight.name: weight for weight in layers.values()}
         repaired = {
-            name: _Repaired(by_name[name], group, max(parts.values()), readers)
+            name: _Repaired(part, group, _largest(parts, readers), readers)
             for group, parts in wrong.items()
-            for name in parts
+            for name, part in parts.items()
         }
-        groups = len(set(sharing.shared_amax_groups(by_name).values()))
-        changed = {name: one for name, one in repaired.items() if one.scale != one.shared}
+        groups = len(set(sharing.shared_amax_groups(weight.name for weight in layers.values()).values()))
+        changed = {name: one for name, one in repaired.items() if one.stored != one.was}
         target = None if destination is None else Path(destination)
         if target is not None and changed:
             _write(model, changed, target, readers, progress or (lambda count: None))
@@ -120,9 +138,9 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
 class _Repaired:
     """A layer and its new scales, which are in memory: a sixteenth of its codes' elements."""
 
-    def __init__(self, weight: Weight, group: str, shared: np.float32, readers: Readers) -> None:
-        scale = tensor_scale_of(readers, weight)
-        assert scale is not None and weight.container is not None
+    def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
+        scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
+        assert scale is not None and shared is not None and weight.container is not None and largest.container is not None
         if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
             name = shown(weight.name)
             raise CheckpointError(f"{name}: tensor scale {scale} is not a positive normal float32; convert the model again")
@@ -130,13 +148,15 @@ class _Repaired:
         self.form: Container = weight.container
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = _rescaled(self.form, self.old, scale, shared)
+        self.was = scalar_of(readers, weight, TENSOR_SCALE)
+        self.stored = scalar_of(readers, largest, TENSOR_SCALE)  # in its bits: a reciprocal of its reciprocal may be another
+        if largest.container.direction != self.form.direction:
+            self.stored = np.float32(1) / shared if self.form.divides else shared
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
         """The tensors that change."""
-        with np.errstate(all="ignore"):
-            stored = np.float32(1) / self.shared if self.form.divides else self.shared
         yield self.weight.parts[SCALES].entry.name, self.new
-        yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([stored], np.float32)
+        yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
 
     def report(self, readers: Readers) -> Repair:
         """What it costs: decoded before and after, a few rows at a time."""
@@ -168,7 +188,9 @@ def _rescaled(form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, 
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
     """Write all files: the old bytes but for those tensors."""
-    beside = auxiliary.scan(model.root, {file.name for file in model.files})
+    beside = auxiliary.scan(model.root, {file.name for file in model.files} | {INDEX})
+    own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
+    configs = {name: existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
     new = {name: array for one in changed.values() for name, array in one.tensors()}
@@ -178,9 +200,8 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
         for extra in beside.copied:
             if extra.name != MANIFEST:
                 staging.copy_file(extra.path, stage.folder / extra.name)
-        for name in (CONFIG, HF_QUANT_CONFIG):
-            if (model.root / name).is_file():
-                staging.copy_file(model.root / name, stage.folder / name)
+        for name, path in configs.items():
+            staging.copy_file(path, stage.folder / name)
         paths = {name: stage.folder / name for name in names_in(stage.folder)}
         digests = {name: digest_of(path) for name, path in paths.items()}
         facts: dict[str, Any] = {"version": __version__, "reconciled": sorted(changed), "source": source_facts(model)}
@@ -209,4 +230,3 @@ def _chunks(file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndar
         yield new[entry.name]
     else:
         yield from readers.of(file).chunks(entry)
-

@@ -103,6 +103,15 @@ def kind_of(recipe: Recipe) -> str:
     return form.kind
 
 
+def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
+    """Raise CheckpointError for a form that is loaded with scales of activations alone, and has none."""
+    if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
+        raise CheckpointError(
+            "input scale: DeepSeek-V4 with NVFP4 experts is loaded with scales of activations alone; "
+            "give one, such as --input-scale 1.0, which is not calibrated"
+        )
+
+
 def experts_only(form: Container | None) -> bool:
     """Whether loaders of a form take quantized experts alone."""
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)

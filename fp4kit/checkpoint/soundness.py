@@ -67,7 +67,9 @@ def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number, as stored."""
+    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number of these, and of
+    input scales, as stored.
+    """
     form, config = _form(model.layers.values()), model.config or {}
     if ggml_names.ARCHITECTURE in config:
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]

@@ -49,6 +49,8 @@ def check_destination(source: Path, destination: Path) -> None:
         raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
     if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
+    if not os.access(destination.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{destination}: nothing can be written into {destination.parent}; name another directory")
     real_source = resolved(source)
     real = resolved(destination.parent) / destination.name
     if real.is_relative_to(real_source):
@@ -75,7 +77,7 @@ def check_space(destination: Path, needed: int) -> None:
 def check_partial(destination: Path, resume: bool) -> None:
     """Raise CheckpointError for what another run left, unless it is to be resumed, or is writing; and if nothing is to resume."""
     partial = partial_of(destination)
-    there = os.path.lexists(partial)
+    there = _is_there(partial)
     if there and not _is_folder(partial):
         raise CheckpointError(f"{partial}: was not made by a conversion; move it away, or name another directory")
     if there and is_live(partial):
@@ -86,9 +88,25 @@ def check_partial(destination: Path, resume: bool) -> None:
         raise CheckpointError(f"{destination}: there is no interrupted run to resume; leave --resume out")
 
 
+def _is_there(partial: Path) -> bool:
+    """Whether there is something of this name. Raises CheckpointError for a name that nothing can have."""
+    try:
+        partial.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise _not_created(partial, error) from None
+    return True
+
+
+def _not_created(partial: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror}); name another directory")
+
+
 def ways_on(destination: Path) -> str:
-    """What may be done about a run that was interrupted."""
-    return f"go on with --resume, or remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
+    """What may be done about a run that was interrupted: one without a journal, such as a reconciliation, cannot go on."""
+    going_on = "go on with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
+    return f"{going_on}remove it with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
@@ -115,7 +133,7 @@ def _take(descriptor: int) -> bool:
 
 
 def _is_folder(partial: Path) -> bool:
-    return partial.is_dir() and not partial.is_symlink()
+    return os.path.isdir(partial) and not os.path.islink(partial)
 
 
 def is_partial(folder: Path) -> bool:
@@ -206,7 +224,7 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
     except FileExistsError:
         raise _taken(destination) from None
     except OSError as error:
-        raise CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror})") from None
+        raise _not_created(partial, error) from None
     stage = Stage(partial, is_ours=not resume)
     lock = _locked(partial, destination)
     try:

@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.checkpoint import sharing
+from fp4kit.checkpoint import mlx, sharing
 from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.layers import Piece, pieces
 from fp4kit.checkpoint.names import hugging_face_names
-from fp4kit.checkpoint.request import NUMBERS, Request, experts_only
+from fp4kit.checkpoint.request import NUMBERS, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.rewrite.encoded import divisor_of, of_zeros
 from fp4kit.checkpoint.rewrite.scalars import usable_tensor_scale
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
@@ -53,7 +53,8 @@ class Rules:
     def __post_init__(self) -> None:
         if self.format == NUMBERS:
             raise CheckpointError("format bf16: tensors of a trainer are numbers already; leave the call out")
-        self.form  # noqa: B018, what cannot be written is refused here
+        mlx.check(self.form, self.config, ())  # what cannot be written is refused here
+        check_input_scale(self.form, self.input_scale is not None)
 
     @cached_property
     def form(self) -> Container:
@@ -92,8 +93,8 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
     Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is. Layers that
     share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last.
     Parts are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy.
-    Raises CheckpointError for a name of Megatron that is not known, a gate without its up projection, NaN or infinity in what is
-    quantized (their amax is read from the device), and a scale that no loader can use.
+    Raises CheckpointError for a name of Megatron that is not known, a layer that mlx-lm would not find again, a gate without its
+    up projection, NaN or infinity in what is quantized (their amax is read from the device), and a scale that no loader can use.
     Exact: the bytes that convert writes for the same tensors.
 
     >>> import numpy as np
@@ -113,6 +114,7 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
             if not decision.converted:
                 yield name, part
                 continue
+            mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
             for module, matrix in _layers(name, part, rules):
                 converted.append(module)
                 yield from _gathered(module, matrix, rules, waiting)

@@ -154,7 +154,7 @@ def prepare(
 ) -> Verification:
     """Read headers and configs of both, match their layers, and see what loaders would say; see verify."""
     model = _opened(Path(destination))
-    scales = _tensor_scales(model.layers.values())
+    scales = _scalars(model.layers.values())
     issues = [*strange_tensors(model), *loader_issues(model, scales)]
     settings, said = _settings(model, recipe, options or Options(), search)
     if source is None:
@@ -173,9 +173,10 @@ def _opened(root: Path) -> Checkpoint:
     return Checkpoint(root, found.files, found.config, beside)
 
 
-def _tensor_scales(weights: Iterable[Weight]) -> dict[str, float]:
-    """Name -> number of the tensor scales of single layers, as they are stored."""
-    places = [w.parts[TENSOR_SCALE] for w in weights if TENSOR_SCALE in w.parts and len(w.shape) == 2]
+def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
+    """Name -> number of the tensor scales and input scales of single layers, as they are stored."""
+    single = [weight.parts for weight in weights if len(weight.shape) == 2]
+    places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
         return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 

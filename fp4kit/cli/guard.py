@@ -54,7 +54,8 @@ class Task:
         if staging.is_published(self.destination):
             return f"; {self.destination} is complete"
         partial = staging.partial_of(self.destination)
-        left = f"; {partial} is left, {staging.ways_on(self.destination)}" if staging.is_partial(partial) else ""
+        is_left = staging.is_partial(partial) and not staging.is_live(partial)
+        left = f"; {partial} is left, {staging.ways_on(self.destination)}" if is_left else ""
         return f"; nothing was written as {self.destination}{left}" if stopped else left
 
 

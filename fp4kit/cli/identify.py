@@ -8,6 +8,7 @@ from typing import Any
 from fp4kit.checkpoint.identify import CheckpointVerdict
 from fp4kit.checkpoint.inspect import open_checkpoint
 from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.storage.errors import shown
@@ -31,7 +32,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]
     out.table(("layer", "recipe", "verdict"), rows)
     out.line(shown(verdict.sentence))
-    return 0 if verdict.recipes and not verdict.exceptions else 1
+    return DONE if verdict.recipes and verdict.mishap is None and not verdict.exceptions else DIFFERENT
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:

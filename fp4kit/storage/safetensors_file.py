@@ -130,8 +130,8 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     label = shown(name)
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
-    _check_with_library(path, label)
-    with path.open("rb") as file:
+    with path.open("rb") as file:  # first: the library takes a file that may not be read for one that is missing
+        _check_with_library(path, label)
         length = int.from_bytes(file.read(8), "little")
         header = parse_object(file.read(length), label)
         size = os.fstat(file.fileno()).st_size

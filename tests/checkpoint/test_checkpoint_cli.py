@@ -293,3 +293,20 @@ def test_demo(tmp_path: Path, run: Run) -> None:
     result = run("convert", "--demo", tmp_path / "out")
     assert result.code == 0 and ": 37 tensors converted, 67 copied, " in result.out
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
+
+
+def test_identify_differs_where_all_layers_have_one_mishap(tmp_path: Path, run: Run) -> None:
+    """Also where none is an exception: what is in the file is not what a recipe makes."""
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
+    assert run("identify", tmp_path / "q", "--source", tmp_path / "m").code == 0
+    for path in (tmp_path / "q").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8:start]).items():
+            if name.endswith(".weight_packed"):
+                begin, end = (start + offset for offset in info["data_offsets"])
+                data[begin:end] = bytes(byte >> 4 | (byte & 15) << 4 for byte in data[begin:end])
+        path.write_bytes(data)
+    result = run("identify", tmp_path / "q", "--source", tmp_path / "m")
+    assert result.code == 1 and "then: nibbles are swapped" in result.out

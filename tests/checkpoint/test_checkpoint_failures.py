@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,46 @@ def test_partial_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "mkdir", fail)
     with refused(".out.partial: cannot be created (Permission denied)"):
         convert(tmp_path / "m", tmp_path / "out")
+
+
+@pytest.fixture
+def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
+    """Takes all rights of a file or directory away until the test ends; skips for users who have them anyway."""
+    taken: list[tuple[Path, int]] = []
+
+    def forbid(path: Path) -> None:
+        taken.append((path, path.stat().st_mode))
+        path.chmod(0)
+        if os.access(path, os.R_OK):
+            pytest.skip("this user may read everything")
+
+    yield forbid
+    for path, mode in taken:
+        path.chmod(mode)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.safetensors", "Permission denied"),
+        ("tokenizer_config.json", "tokenizer_config.json: cannot be read (Permission denied); allow it, or remove it"),
+        ("1_Pooling", "1_Pooling: cannot be read (Permission denied); allow it, or remove it"),
+        (".", "Permission denied"),
+    ],
+)
+def test_what_may_not_be_read_is_refused_by_the_plan(
+    tmp_path: Path, forbidden: Callable[[Path], None], name: str, said: str
+) -> None:
+    """And not at the end of the run; a directory would be passed over."""
+    synthetic.bert(tmp_path / "m")
+    forbidden(tmp_path / "m" / name)
+    with pytest.raises((CheckpointError, PermissionError), match=re.escape(said)):
+        make_plan(tmp_path / "m")
+
+
+def test_a_directory_that_may_not_be_written(tmp_path: Path, forbidden: Callable[[Path], None]) -> None:
+    synthetic.bert(tmp_path / "m")
+    (tmp_path / "closed").mkdir()
+    forbidden(tmp_path / "closed")
+    with refused("out: nothing can be written into"):
+        check(make_plan(tmp_path / "m"), tmp_path / "closed" / "out")

@@ -12,7 +12,7 @@ import pytest
 import synthetic
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint import sharing, staging
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +57,37 @@ def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called
         shutil.rmtree(tmp_path / "out")
 
 
+def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Callable[..., Run]) -> None:
+    """There is no such option, and no journal."""
+    left = tmp_path / ".out.partial"
+    left.mkdir()
+    (left / staging.LOCK).touch()
+    synthetic.moe(tmp_path / "m")
+    assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))  # which then disagree
+        run = called("reconcile", tmp_path / "q", tmp_path / "out")
+    assert run.code == 2 and "left by an interrupted run; remove it with fp4kit convert --remove-stale" in run.err
+    assert "--resume" not in run.err
+
+
+@pytest.mark.parametrize("extra", [(), ("--dry-run",), ("--resume",), ("--remove-stale",)])
+def test_a_name_too_long_for_what_is_beside_it(
+    model: Path, tmp_path: Path, called: Callable[..., Run], extra: tuple[str, ...]
+) -> None:
+    """The directory of the run has a longer name than the result."""
+    run = called("convert", model / "m", tmp_path / ("x" * 250), *extra)
+    assert run.code == 2 and "cannot be created (File name too long); name another directory" in run.err
+    assert "Traceback" not in run.err and not list(tmp_path.iterdir())
+
+
 def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     out = tmp_path / "out"
     with staging.staged_directory(out) as stage:
         for arguments in (("--remove-stale", out), ("--remove-stale", model / "m", out), ("--resume", model / "m", out)):
             run = called("convert", *arguments)
             assert run.code == 2 and "another run is writing to it" in run.err and stage.folder.is_dir()
+            assert "is left" not in run.err  # nor that it may be removed
 
 
 def test_published_is_what_this_process_renamed(tmp_path: Path) -> None:

@@ -353,6 +353,14 @@ def test_an_amax_of_a_group() -> None:
         assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale is wrong, needs ")
 
 
+def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
+    """The tensor scale of zeros is 1, as is one that was dropped; a group of zeros alone it is not."""
+    x = weights(23)
+    q = fp4kit.quantize(x, "nvfp4-te")
+    layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
+    assert_found(found(layer, x, other=np.zeros_like(x), second=True), "nvfp4-te", "tensor scale is dropped (1), needs ")
+
+
 def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
     x = weights(18)
     layer = stored(x, "nvfp4-modelopt")

@@ -7,10 +7,12 @@ import pytest
 import synthetic
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.files import open_source
+from fp4kit.checkpoint.files import INDEX, open_source
 from fp4kit.checkpoint.manifest import differences
 from fp4kit.checkpoint.reading import Readers, slabs, values_of
 from fp4kit.checkpoint.reconcile import reconcile
+from fp4kit.checkpoint.sharing import shared_amax_groups
+from fp4kit.checkpoint.verify import verify
 from fp4kit.checkpoint.weights import located, weights_of
 from fp4kit.formats import E4M3
 
@@ -126,3 +128,71 @@ def test_refusals(quantized, tmp_path):
     with synthetic.refused("is not a positive normal float32"):
         reconcile(root, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def stored_scales(root):
+    """Layer -> bits of its tensor scale as the file has it."""
+    ends = tuple(f".{suffix}" for suffix in SCALE.values())
+    return {name.rpartition(".")[0]: data for name, data in raw(root).items() if name.endswith(ends)}
+
+
+def fused(root):
+    """The sets of bits of the tensor scales of each fused layer."""
+    scales = stored_scales(root)
+    groups = shared_amax_groups(scales)
+    return [{scales[name] for name in groups if groups[name] == group} for group in dict.fromkeys(groups.values())]
+
+
+@pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
+def test_parts_store_the_same_bits(tmp_path, factor):
+    """A reciprocal of a reciprocal is another number one time in six: the number that is there is stored, and verify agrees."""
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
+    rewrite(tmp_path / "q", scaled("compressed-tensors", {"up_proj": factor, "k_proj": factor, "v_proj": factor}))
+    reconcile(tmp_path / "q", tmp_path / "out")
+    assert all(len(bits) == 1 for bits in fused(tmp_path / "out"))
+    assert not [issue for issue in verify(tmp_path / "out").issues if "differs" in issue.text]
+
+
+def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
+    """They differ for engines, which compare the divisors, though both decode alike."""
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
+    one = np.float32(1)
+    twins = [x for x in np.linspace(1.9, 1.99, 1000, dtype=np.float32) if one / x == one / np.nextafter(x, np.float32(2))]
+
+    def apart(name, data):
+        ends = name.endswith(("q_proj.weight_global_scale", "k_proj.weight_global_scale", "v_proj.weight_global_scale"))
+        return (np.nextafter(twins[0], np.float32(2)) if "k_proj" in name else twins[0]).tobytes() if ends else data
+
+    rewrite(tmp_path / "q", apart)
+    assert any(issue.severity == "error" and "reconcile repairs it" in issue.text for issue in verify(tmp_path / "q").issues)
+    found = reconcile(tmp_path / "q", tmp_path / "out")
+    assert [r.changed for r in found.repairs] == [0, 0] and {r.name.rpartition(".")[2] for r in found.repairs} == {"k_proj"}
+    assert all(len(bits) == 1 for bits in fused(tmp_path / "out")) and reconcile(tmp_path / "out", None).repairs == ()
+
+
+def test_the_index_goes_along(quantized, tmp_path):
+    form, root = quantized
+    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    reconcile(root, tmp_path / "out")
+    names = [{path.name for path in folder.iterdir()} for folder in (root, tmp_path / "out")]
+    assert INDEX in names[0] and names[0] == names[1]
+    assert (root / INDEX).read_bytes() == (tmp_path / "out" / INDEX).read_bytes() and differences(tmp_path / "out") == []
+
+
+def test_a_hugging_face_cache(quantized, tmp_path):
+    """Its files, config and index among them, are links to blobs."""
+    form, root = quantized
+    rewrite(root, scaled(form, {"up_proj": 0.3}))
+    blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "1"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(root.iterdir())):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    reconcile(root, tmp_path / "plain")
+    reconcile(snapshot, tmp_path / "cached")
+    assert raw(tmp_path / "plain") == raw(tmp_path / "cached")
+    assert not [path for path in (tmp_path / "cached").iterdir() if path.is_symlink()]
+    assert (tmp_path / "cached" / "config.json").read_bytes() == (root / "config.json").read_bytes()

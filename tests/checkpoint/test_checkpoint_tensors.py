@@ -155,6 +155,21 @@ def test_rules_that_cannot_be():
         Rules.of("nvfp4-te", wishes=Wishes(preset="everything"))
 
 
+def test_what_the_converter_refuses_of_mlx_and_deepseek_v4():
+    """mlx-lm would lose the scales of these experts; vLLM needs scales of activations."""
+    expert = "model.layers.0.mlp.experts.0.down_proj.weight"
+    rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})
+    tensors = [("model.layers.0.self_attn.o_proj.weight", np.ones((32, 64), np.float32)), (expert, np.ones((32, 64), np.float32))]
+    assert len(dict(convert_tensors(tensors[:1], rules))) == 2
+    with synthetic.refused("stacks the weights of experts of qwen3_moe, and not their scales"):
+        list(convert_tensors(tensors, rules))
+    with synthetic.refused("loads its layers is not known here"):
+        Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "gpt_oss"})
+    with synthetic.refused("is loaded with scales of activations alone"):
+        Rules.of("nvfp4-te", config={"model_type": "deepseek_v4"})
+    Rules.of("nvfp4-te", config={"model_type": "deepseek_v4"}, input_scale=1.0)
+
+
 def test_100_000_names_are_decided_in_seconds():
     names = [
         f"model.layers.{i // 1000}.mlp.experts.{i % 1000}.{leaf}_proj.weight"

@@ -264,6 +264,27 @@ def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: 
     assert "(q_proj|k_proj|v_proj)" in found[0].subject and "the largest is used for all" in found[0].text
 
 
+@pytest.mark.parametrize("change", [lambda b: b | 0x80, lambda b: 0x7F, lambda b: 0xFF])
+def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[int], int]) -> None:
+    """Negative, NaN: without a source or a manifest, too."""
+    model, _ = made(tmp_path, input_scale=1.0)
+    (model / MANIFEST).unlink()
+    assert verify(model).clean
+    poke(model, f"{Q}.input_scale", 2, lambda b: 0xC0)
+    poke(model, f"{Q}.input_scale", 3, change)
+    found = [issue for issue in errors(verify(model)) if issue.subject == Q]
+    assert found and all("input_scale is" in issue.text and "a positive finite number is needed" in issue.text for issue in found)
+
+
+def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> None:
+    """As Model-Optimizer's script writes them."""
+    model, source = made(tmp_path, "deepseek_v4", "nvfp4-te", "deepseek-v4", input_scale=1.0)
+    assert (model / "hf_quant_config.json").exists()
+    assert not [issue for issue in verify(model, source).issues if issue.subject == "hf_quant_config.json"]
+    edit(model / "hf_quant_config.json", lambda config: config["quantization"].pop("exclude_modules"))
+    assert any("quantization lacks exclude_modules" in issue.text for issue in verify(model, source).issues)
+
+
 def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
     """No rule would keep it; engines ask the list about it all the same."""
     model, source = made(tmp_path, wishes=Wishes(keep=("model.layers.1.mlp.down_proj",)))

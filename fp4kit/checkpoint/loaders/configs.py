@@ -120,10 +120,10 @@ _CHECKS = {
 
 
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with hf_quant_config.json of a Model-Optimizer checkpoint."""
+    """Yield what is wrong with hf_quant_config.json of a checkpoint of Model-Optimizer."""
     section = _section(nested, "quantization")
     needed = ("kv_cache_quant_algo", "exclude_modules")
-    keys = (*needed, "group_size") if "NVFP4" in container else needed
+    keys = (*needed, "group_size") if CONTAINERS[container].kind == "nvfp4" else needed
     missing = [key for key in keys if key not in section]
     if missing:
         yield finding("vLLM", "error", _HF, f"quantization lacks {', '.join(missing)}; loading fails without")
@@ -155,7 +155,7 @@ def findings(
     found = list(_method(container, config))
     if used in _CHECKS:
         found.extend(_CHECKS[used](container, config))
-    if hf_quant_config is not None and used == "modelopt":
+    if hf_quant_config is not None and (used == "modelopt" or container == "deepseek-v4 nvfp4"):  # Model-Optimizer writes both
         found.extend(_nested(container, config, hf_quant_config))
     elif hf_quant_config is not None:
         text = f"is left over from another format; {used} checkpoints have none"

@@ -259,8 +259,8 @@ def findings(
     """Return what every engine would trip over in a checkpoint: its tensors, its tensor scales, its configuration.
 
     container: one of ``containers.CONTAINERS``. tensors: name -> (safetensors dtype, shape) of all tensors.
-    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale`` -> the value that
-        is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is one.
+    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale``, or of an input scale -> the
+        value that is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is one.
     Severity "error": the named engine refuses the checkpoint or decodes other values than it holds. "warning": the
         checkpoint is sound, and the named engine cannot use it or will misread it, or a value is at risk.
     Raises ValueError for another container. Exclusion lists are ``exclusions.check``'s.
