@@ -314,16 +314,14 @@ class Quantized:
         return same_bits(self, other)
 
     def __str__(self) -> str:
-        from fp4kit.display.quantized import panel_if_there
+        from fp4kit.display.quantized import text_of
 
-        panel = panel_if_there(self)
-        return repr(self) if panel is None else panel.text()
+        return text_of(self)
 
     def _repr_html_(self) -> str | None:
-        from fp4kit.display.quantized import panel_if_there
+        from fp4kit.display.quantized import html_of
 
-        panel = panel_if_there(self)
-        return None if panel is None else panel.html()  # a notebook shows repr
+        return html_of(self)
 
     @property
     def bits_per_value(self) -> float:

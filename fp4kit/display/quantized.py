@@ -29,7 +29,19 @@ def panel(q: Quantized) -> Panel:
     return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
 
 
-def panel_if_there(q: Quantized) -> Panel | None:
+def text_of(q: Quantized) -> str:
+    """The panel as text; one line of parts that hold no values."""
+    panel = _panel_if_there(q)
+    return repr(q) if panel is None else panel.text()
+
+
+def html_of(q: Quantized) -> str | None:
+    """The panel for a notebook; None of parts that hold no values, of which a notebook shows repr."""
+    panel = _panel_if_there(q)
+    return None if panel is None else panel.html()
+
+
+def _panel_if_there(q: Quantized) -> Panel | None:
     """The panel; None of parts that hold no values of q: traced, deleted, on the meta device, what a tree library put there."""
     try:
         q.imported()  # checks the parts of a library that traces
