@@ -30,7 +30,7 @@ def edges(draw, n, ranks):
     return [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
 
 
-@sampled(100, 800, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
+@sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
     """From any ranks with any experts, gathered, to any other number of ranks and back: every expert keeps its own bits."""
     values = experts_of(n, shape, seed=n)
@@ -56,7 +56,7 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"]))
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):
     """One expert dropped, held twice, NaN, negative or of another shape: the same error, with its key, on all ranks."""

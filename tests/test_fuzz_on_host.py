@@ -62,7 +62,7 @@ POOLS: dict[str, Pool] = {
     ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
-FEW, MANY = 12, 150
+FEW, MANY = 12, 60
 
 
 @contextmanager

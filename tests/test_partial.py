@@ -34,7 +34,7 @@ def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.nda
 
 @sampled(
     400,
-    1000,
+    600,
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(DTYPES),
     rows=st.integers(1, 40),

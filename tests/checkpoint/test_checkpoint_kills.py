@@ -18,7 +18,7 @@ from kill_points import files_of
 from runs import HERE, Model, environment, larger, running, until
 
 
-@pytest.mark.parametrize("points", [50, *exhaustive([300])])
+@pytest.mark.parametrize("points", [50, *exhaustive([150])])
 def test_kills(tmp_path: Path, points: int) -> None:
     """At random points: see kill_points.py, which does the checks."""
     synthetic.dense(tmp_path / "source")
