@@ -99,7 +99,7 @@ def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
     """
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []
-    for name, path in _walk(root):
+    for name, path in _walk(root) if root.is_dir() else ():
         if name in model_files or name in WRITTEN_AT_ROOT:
             continue
         reason = _skip_reason(name, path, root)
