@@ -104,11 +104,9 @@ def written(out: Any) -> Any:
     saved for its gradient would be other values, without an error.
     """
     tensor: Any = getattr(sys.modules.get(TORCH.name), "Tensor", None)
-    if tensor is not None:
+    if tensor is not None and isinstance(getattr(out, "packed", out), tensor):
         arrays = out.parts().values() if hasattr(out, "with_parts") else (out,)
-        tensors = [array for array in arrays if isinstance(array, tensor)]
-        if tensors:
-            torch_arrays.count_writes(tensors)
+        torch_arrays.count_writes([array for array in arrays if array is not None])
     return out
 
 
