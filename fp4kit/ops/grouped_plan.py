@@ -209,6 +209,7 @@ class GroupedPlan:
     @of_plan
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
         """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
+        keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("quantize", xs)
         if self._group is not None:
             return list(self._group.quantize(not keep_amax))
@@ -221,6 +222,7 @@ class GroupedPlan:
     @of_plan
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
         """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
+        keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("fake_quantize", xs)
         if self._hadamard is not False:
             raise ValueError(
