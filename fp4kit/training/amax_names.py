@@ -35,11 +35,11 @@ class AmaxName:
         return cls(match["base"], None if index is None else int(index), match["buffer"] or "_amax")
 
     @classmethod
-    def parse(cls, key: Any) -> AmaxName:
-        """As find; raises ValueError for anything else."""
+    def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
+        """As find; raises ValueError, which begins with op, for anything else."""
         name = cls.find(key)
         if name is None:
-            raise ValueError(f"amax state: {key!r:.200} names no quantizer; needs {_FORM}")
+            raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
         return name
 
     def key(self, separator: str = ".") -> str:

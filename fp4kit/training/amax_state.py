@@ -228,7 +228,7 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     """What stands under keys, by name; the two spellings of a name may not both be there."""
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
-        name = AmaxName.parse(key)
+        name = AmaxName.parse(key, op)
         if name in named:
             raise ValueError(f"{op}: {key!r} is there in both spellings; needs one")
         named[name] = item
