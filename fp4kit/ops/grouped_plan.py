@@ -140,9 +140,10 @@ class GroupedPlan:
         values = {name: given.value for name, given in self._given.items()}
         values.setdefault("xs", None)
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
-        self._home = Home(values["xs"])
-        with self._home.entered():
+        home = Home(values["xs"])
+        with home.entered():
             self._make(values)
+        self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
         arrays, stack = arrays_of(self._op, values["xs"])
