@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,28 @@ def as_flag(op: str, name: str, value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs True or False")
+
+
+def as_word(op: str, name: str, value: Any) -> str:
+    """A string as it is: a name, or a wildcard. Raises TypeError for anything else."""
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
+
+
+def as_indices(op: str, name: str, values: Any) -> list[int]:
+    """Ints, as as_index has them: 1.5 is none. Raises TypeError for anything else."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise TypeError(f"{op}: {name} is {values!r:.60}; needs a sequence of ints") from None
+
+
+def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
+    """A mapping as it is. Raises TypeError for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a mapping, such as a dict")
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:

@@ -105,7 +105,7 @@ def test_load_errors(tensors, experts, message, tmp_path):
     save_file({key: np.asarray(value) for key, value in tensors.items()}, tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         AmaxState.load(tmp_path / "a.safetensors", experts=experts)
-    assert "a.safetensors" in str(error.value) or "names no quantizer" in message
+    assert "a.safetensors" in str(error.value)
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -134,6 +134,7 @@ def test_the_command_prints_a_failure(monkeypatch, capsys, away):
         (["--recipes", "nvfp5"], "recipe: no recipe is called 'nvfp5'"),
         (["--processes", "0"], "--processes is 0; needs 1 or more"),
         (["--seed", "-1"], "--seed is -1; needs 0 or more"),
+        (["--seconds", "nan"], "--seconds is nan; needs 0 or more"),
     ],
 )
 def test_errors_of_the_command(arguments, message, without_gpu, capsys):

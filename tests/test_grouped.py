@@ -278,3 +278,23 @@ NUMBERED = {
 def test_errors_say_which_tensor(call, text):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
         call()
+
+
+@pytest.mark.parametrize("method", ["quantize", "fake_quantize"])
+@pytest.mark.parametrize("flag", ["no", None, 2, 1.0, [], np.ones(2)])
+def test_keep_amax_is_a_flag(method, flag) -> None:
+    """A word that is no flag would keep amaxes that nobody computed: zeros."""
+    plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
+    with pytest.raises(TypeError, match=r"GroupedPlan: keep_amax is .*; needs True or False"):
+        getattr(plan, method)(keep_amax=flag)
+
+
+def test_a_refresh_that_fails_changes_nothing() -> None:
+    """Results stay in the library of the tensors that the plan still holds."""
+    torch = pytest.importorskip("torch")
+    plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
+    before = plan.quantize()
+    with pytest.raises(ValueError, match=re.escape("xs[0]: axis 1 has length 5")):
+        plan.refresh([torch.ones(3, 5)])
+    for q, same in zip(plan.quantize(), before, strict=True):
+        assert isinstance(q.packed, np.ndarray) and q.packed is same.packed

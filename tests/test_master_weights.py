@@ -143,3 +143,35 @@ def test_errors_come_before_anything_is_sent() -> None:
 
     with pytest.raises(ValueError, match=re.escape("cast_master_weights: elements [1, 17) of a matrix of 16")):
         fp4kit.cast_master_weights([Shard(np.ones(16, np.float32), (1, 16), 1)], Silent())
+
+
+@pytest.mark.parametrize("shards", [None, 3, "deleted"])
+def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
+    """Each raises, and none waits for the others."""
+    w = np.ones((16, 32), np.float32).reshape(-1)
+
+    def work(comm):
+        given = [Shard(w[comm.rank * 256 : comm.rank * 256 + 256], (16, 32), comm.rank * 256)]
+        if comm.rank == 1:
+            given = [Shard(deleted(), (16, 32), 256)] if shards == "deleted" else shards
+        with pytest.raises((TypeError, ValueError, BufferError)) as error:
+            fp4kit.cast_master_weights(given, comm)
+        return str(error.value)
+
+    texts = run_threads(3, work)
+    for rank in (0, 2):
+        assert texts[rank] == "cast_master_weights: processes [1] found their shards wrong; needs right ones; see their errors"
+    assert "cast_master_weights: " in texts[1] and "found" not in texts[1]
+
+
+def deleted():
+    """An array that JAX has no memory for any more."""
+    array = pytest.importorskip("jax.numpy").ones(256)
+    array.delete()
+    return array
+
+
+def test_refresh_with_what_is_no_sequence() -> None:
+    plan = MasterWeightsPlan([Shard(np.ones(16, np.float32), (1, 16))], SingleProcess())
+    with pytest.raises(TypeError, match=re.escape("refresh: values is a NoneType; needs a sequence of arrays")):
+        plan.refresh(None)

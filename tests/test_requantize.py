@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -91,3 +92,16 @@ def test_mxfp4_to_itself_and_to_mxfp8_is_exact() -> None:
 def test_fake_only_target_is_refused() -> None:
     with pytest.raises(ValueError, match="nvfp4-modelopt-fake is a fake quantizer"):
         fp4kit.requantize(_mxfp4(np.array([[127]])), "nvfp4-modelopt-fake")
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_values_are_not_rounded_to_16_bits_between(dtype) -> None:
+    """dequantize(q) rounds to q's dtype, and other codes would come of that."""
+    differ = 0
+    for seed in range(40):
+        q = fp4kit.quantize(np.random.default_rng(seed).standard_normal((16, 64)).astype(dtype), "nvfp4-modelopt")
+        result = fp4kit.requantize(q, "mxfp8-te").quantized
+        assert result.dtype == dtype
+        assert_same_bits(result.packed, fp4kit.quantize(fp4kit.dequantize(q, np.float32), "mxfp8-te").packed)
+        differ += not np.array_equal(result.packed, fp4kit.quantize(fp4kit.dequantize(q), "mxfp8-te").packed)
+    assert differ

@@ -42,7 +42,7 @@ def register(commands: Any) -> None:
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
     for name, least in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
-        if getattr(args, name) < least:
+        if not getattr(args, name) >= least:  # NaN seconds, too, which would not end
             raise ValueError(f"--{name} is {getattr(args, name)}; needs {least} or more")
     engine, where = (None, "--host was given") if args.host else fuzz.device_engine()
     device = "gpu" if engine else "host"

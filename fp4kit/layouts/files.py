@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import is_one_of
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.layouts.nibbles import check_bytes
+from fp4kit.layouts.nibbles import check_array, check_bytes
 
 
 class GgufBlock(NamedTuple):
@@ -95,8 +96,8 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 
 
 def _gguf_block(op: str, format: str) -> GgufBlock:
-    if format not in GGUF_BLOCKS:
-        raise ValueError(f"{op}: format is {format!r}; needs one of {', '.join(GGUF_BLOCKS)}, which llama.cpp has")
+    if not is_one_of(format, GGUF_BLOCKS):
+        raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, which llama.cpp has")
     return GGUF_BLOCKS[format]
 
 
@@ -141,6 +142,7 @@ def unpack_mlx(words: Any) -> Any:
     >>> [hex(byte) for byte in layouts.unpack_mlx(np.uint32([0x76543210]))]
     ['0x10', '0x32', '0x54', '0x76']
     """
+    check_array("unpack_mlx", "words", words)
     if words.dtype != MLX_WORD:
         raise TypeError(f"unpack_mlx: words are {words.dtype}; needs uint32")
     if not words.ndim:

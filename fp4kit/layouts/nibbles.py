@@ -22,8 +22,16 @@ def check_pairs(shape: tuple[int, ...]) -> None:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
 
+def check_array(op: str, name: str, array: Any) -> None:
+    """Raise TypeError, which begins with op, unless it is an array of NumPy or CuPy, whose functions the layouts use."""
+    if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise TypeError(f"{op}: {name} are a {kind}; needs an array of NumPy or CuPy")
+
+
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
     """Raise TypeError, which begins with op, unless codes are uint8; ValueError unless they have an axis."""
+    check_array(op, name, codes)
     if codes.dtype != np.uint8:
         raise TypeError(f"{op}: {name} are {codes.dtype}; needs uint8")
     if not codes.ndim:

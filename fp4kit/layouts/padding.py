@@ -7,6 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_index
+from fp4kit.interop import import_arrays
+from fp4kit.libraries import comes_home
+
 _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 
 
@@ -21,20 +25,22 @@ def _natural(op: str, name: str, n: Any, least: int) -> int:
     return number
 
 
+@comes_home
 def pad(x: Any, multiple: int, axis: int = -1) -> Any:
     """x with zeros appended along axis up to a multiple of `multiple`; x itself where nothing is missing.
 
-    x: NumPy or CuPy array of one dimension or more. Raises ValueError for a multiple that is no positive integer, an axis that x
-    does not have; TypeError for a masked array.
+    x: array of any library, of one dimension or more; the result is in its library. Raises ValueError for a multiple that is no
+    positive integer, an axis that x does not have; TypeError for a masked array, or what is none.
     """
     if hasattr(x, "filled"):
         raise TypeError("pad: x is a masked array, whose mask would be lost; pass x.filled(0)")
-    multiple = _natural("pad", "multiple", multiple, 1)
+    multiple, axis = _natural("pad", "multiple", multiple, 1), as_index("pad", "axis", axis)
+    given, (x,) = x, import_arrays("pad", x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS)
     missing = -x.shape[axis] % multiple
     if not missing:
-        return x
+        return given
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
     return np.pad(x, widths)

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import is_one_of
+from fp4kit.arguments import as_shape, is_one_of
+from fp4kit.layouts.nibbles import check_array
 
 SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
 _TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
@@ -40,8 +41,9 @@ def tile_rows(layout: str) -> int:
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
     check_layout("padded_shape", layout)
+    shape = as_shape("padded_shape", shape)
     if layout == "linear":
-        return tuple(shape)
+        return shape
     if len(shape) < 2:
         raise ValueError(f"padded_shape: shape is {tuple(shape)}; {layout} needs (..., R, C), the rows and columns of a matrix")
     *lead, R, C = shape
@@ -50,6 +52,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
     """(..., R, C) linear scales -> the same bytes in `layout`, shape padded_shape; each (R, C) matrix by itself, padding zero."""
+    check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
     if layout == "linear":
         return scales
@@ -66,6 +69,8 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
     """Inverse of swizzle_scales: bytes in `layout` (any shape of the padded size) -> (..., R, C) = shape, padding dropped."""
+    check_array("unswizzle_scales", "scales", scales)
+    shape = as_shape("unswizzle_scales", shape)
     check_size(scales, layout, shape)
     if layout == "linear":
         return scales.reshape(shape)

@@ -140,9 +140,10 @@ class GroupedPlan:
         values = {name: given.value for name, given in self._given.items()}
         values.setdefault("xs", None)
         values |= {name: list(v) if isinstance(v, Iterator) else v for name, v in new.items() if v is not None}
-        self._home = Home(values["xs"])
-        with self._home.entered():
+        home = Home(values["xs"])
+        with home.entered():
             self._make(values)
+        self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
         arrays, stack = arrays_of(self._op, values["xs"])
@@ -209,6 +210,7 @@ class GroupedPlan:
     @of_plan
     def quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Quantized]:
         """[quantize(x) for x in xs]; keep_amax: with the amaxes that are in amax_vector, instead of computing them."""
+        keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("quantize", xs)
         if self._group is not None:
             return list(self._group.quantize(not keep_amax))
@@ -221,6 +223,7 @@ class GroupedPlan:
     @of_plan
     def fake_quantize(self, xs: Any = None, *, keep_amax: bool = False) -> list[Any]:
         """[fake_quantize(x) for x in xs]; keep_amax as in quantize. Raises ValueError for a plan with hadamard."""
+        keep_amax = as_flag(self._op, "keep_amax", keep_amax)
         self._check_unchanged("fake_quantize", xs)
         if self._hadamard is not False:
             raise ValueError(

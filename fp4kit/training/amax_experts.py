@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_index, as_mapping, as_word
 from fp4kit.distributed import Communicator
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_values import merge
@@ -21,7 +22,7 @@ def counts(named: Mapping[AmaxName, Any], op: str, count: int | None = None, sam
     for name in named:
         if name.index is not None:
             numbers.setdefault(name.at(None), set()).add(name.index)
-    found = {base: count or max(present) + 1 for base, present in numbers.items()}
+    found = {base: max(present) + 1 if count is None else count for base, present in numbers.items()}
     for base, n in found.items():
         check_numbers(base, numbers[base], n, op)
         first = np.shape(named[base.at(0)])
@@ -37,7 +38,7 @@ def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     """Raise ValueError unless the experts are 0 ... n - 1."""
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
-        more = n - len(present & set(range(n))) - 1
+        more = n - sum(i < n for i in present) - 1  # n may be any number that a file names
         rest = f" and {more} more are" if more else " is"
         raise ValueError(f"{op}: {base.at(missing).key()}{rest} missing; needs experts 0 to {n - 1}, and has {len(present)}")
     if len(present) > n:
@@ -99,7 +100,9 @@ def _wanted(named: Mapping[AmaxName, Any], said: Any, given: Mapping[str, int], 
     if not isinstance(said, dict) or not all(type(n) is int and n > 0 and AmaxName.find(key) for key, n in said.items()):
         raise ValueError(f"{op}: its metadata says experts {said!r}; needs a positive number for each quantizer")
     wanted = {AmaxName.parse(key): n for key, n in said.items()}
-    for pattern, n in given.items():
+    for pattern, number in as_mapping(op, "experts", given).items():
+        n = as_index(op, f"experts[{pattern!r:.60}]", number)
+        as_word(op, "a wildcard of experts", pattern)
         bases = {name.at(None) for name in (*named, *wanted) if name.matches(pattern)}
         if not bases:
             raise ValueError(f"{op}: {pattern!r} matches no key")
@@ -111,6 +114,8 @@ def _wanted(named: Mapping[AmaxName, Any], said: Any, given: Mapping[str, int], 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """The bytes of every rank, in two messages: how many, then all of them."""
+    if not all(hasattr(comm, name) for name in ("rank", "size", "all_gather")):
+        raise TypeError(f"gather: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
     flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)
     return [part.tobytes() for part in np.split(flat, np.cumsum(counts)[:-1])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 SEPARATORS = (".", "_")
 _FORM = "<module>.weight_quantizer.<i>._amax or <module>.weight_quantizer_<i>._amax"
@@ -25,20 +26,20 @@ class AmaxName:
     buffer: str = "_amax"
 
     @classmethod
-    def find(cls, key: str) -> AmaxName | None:
+    def find(cls, key: Any) -> AmaxName | None:
         """The name that a key spells; the buffer may be left out and is "_amax" then. None for anything else."""
-        match = _NAME.fullmatch(key)
+        match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
             return None
         index = match["index"]
         return cls(match["base"], None if index is None else int(index), match["buffer"] or "_amax")
 
     @classmethod
-    def parse(cls, key: str) -> AmaxName:
-        """As find; raises ValueError for anything else."""
+    def parse(cls, key: Any, op: str = "amax state") -> AmaxName:
+        """As find; raises ValueError, which begins with op, for anything else."""
         name = cls.find(key)
         if name is None:
-            raise ValueError(f"amax state: {key!r} names no quantizer; needs {_FORM}")
+            raise ValueError(f"{op}: {key!r:.200} names no quantizer; needs {_FORM}")
         return name
 
     def key(self, separator: str = ".") -> str:

@@ -18,12 +18,12 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_entries, as_flag, as_index, as_indices, as_mapping, as_path, as_shape, as_word, is_one_of
 from fp4kit.distributed import Communicator
 from fp4kit.storage.whole_file import whole_file, write_file
 from fp4kit.training.amax_experts import all_gather_bytes, counts, join, unstack
@@ -71,10 +71,10 @@ class AmaxCollector:
             ("gate_proj", "up_proj") and ("q_proj", "k_proj", "v_proj"): those of one parent and one expert share. Only amaxes of
             one element are shared. fp4kit.checkpoint.sharing.FUSIONS lists those that loaders fuse.
         Raises ValueError, naming the key, for NaN and negative values on the host (those on a GPU are checked later), and for a
-        name that stands in two groups.
+        name that stands in two groups; TypeError for a group that is one name, or holds what is none.
         """
         experts = {key.at(i): stack[i, ...] for key, stack in self._grouped.items() for i in range(len(stack))}
-        state = AmaxState(_share({**self._single, **experts}, [tuple(group) for group in share]))
+        state = AmaxState(_share({**self._single, **experts}, _groups(share)))
         check("freeze", {name: value for name, value in state.named.items() if isinstance(value, np.ndarray)})
         return state
 
@@ -83,6 +83,8 @@ class AmaxState(Mapping[str, Any]):
     """Frozen amaxes by key; either spelling of a key finds its value. `named` is the same by AmaxName."""
 
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
+        if not all(isinstance(name, AmaxName) for name in as_mapping("AmaxState", "named", named)):
+            raise TypeError("AmaxState: named has keys that are no AmaxName; needs what AmaxName.parse makes of them")
         self.named: Mapping[AmaxName, Any] = MappingProxyType({name: named[name] for name in sorted(named, key=AmaxName.order)})
 
     def __getitem__(self, key: str) -> Any:
@@ -103,7 +105,7 @@ class AmaxState(Mapping[str, Any]):
         Raises ValueError for a pattern that matches nothing.
         """
         for pattern in patterns:
-            if not any(name.matches(pattern) for name in self.named):
+            if not any(name.matches(as_word("select", "a pattern", pattern)) for name in self.named):
                 raise ValueError(f"select: {pattern!r} matches none of {len(self)} keys, such as {next(iter(self), None)!r}")
         return AmaxState({name: v for name, v in self.named.items() if any(name.matches(p) for p in patterns)})
 
@@ -112,12 +114,13 @@ class AmaxState(Mapping[str, Any]):
 
         Raises ValueError, naming the key, for one that is missing, left over, of another shape, or there in both spellings.
         """
+        shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
         wanted = _named(shapes, "fit")
         wanted = dict(zip(wanted, shapes, strict=True))
         for name in [*(n for n in wanted if n not in self.named), *(n for n in self.named if n not in wanted)]:
             what = "missing in the state" if name in wanted else "in the state, but not asked for"
             raise ValueError(f"fit: {name.key()} is {what}")
-        return {key: _reshape(name, self.named[name], tuple(shapes[key])) for name, key in wanted.items()}
+        return {key: _reshape(name, self.named[name], shapes[key]) for name, key in wanted.items()}
 
     def checked(self) -> AmaxState:
         """The state with all values on the host, in one copy for each device; ValueError, naming the key, for NaN or < 0."""
@@ -151,14 +154,18 @@ class AmaxState(Mapping[str, Any]):
         Two messages travel, whatever the number of quantizers. Every rank raises the same ValueError, naming the key, for an
         expert that is missing or held twice, shapes that differ, NaN, or a negative value.
         """
+        as_word("gather", "experts", experts)
+        count = None if count is None else as_index("gather", "count", count)
         own = {name.key(): value for name, value in on_host(self.named).items()}
-        facts = {"numbers": None if numbers is None else [int(i) for i in numbers]}
+        facts = {"numbers": None if numbers is None else as_indices("gather", "numbers", numbers)}
         named: dict[AmaxName, Any] = {}
         offsets: dict[AmaxName, int] = defaultdict(int)
         for rank, data in enumerate(all_gather_bytes(comm, encode(own, facts))):
             arrays, sent = decode(data, f"gather: rank {rank}")
             join(named, {AmaxName.parse(key): value for key, value in arrays.items()}, experts, sent["numbers"], offsets, rank)
-        counts({name: value for name, value in named.items() if name.matches(experts)}, "gather", count, same_shape=True)
+        matching = {name: value for name, value in named.items() if name.matches(experts)}
+        if not counts(matching, "gather", count, same_shape=True) and count:
+            raise ValueError(f"gather: {experts!r} matches no expert of any rank; needs experts 0 to {count - 1}")
         return AmaxState(check("gather", named))
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
@@ -168,11 +175,14 @@ class AmaxState(Mapping[str, Any]):
         gather undoes for any N. Quantizers that are no experts go to every rank.
         Raises ValueError for a rank out of range, missing experts, and numbers that the state does not have or that repeat.
         """
+        rank, size = as_index("part", "rank", rank), as_index("part", "size", size)
+        wanted = None if numbers is None else as_indices("part", "numbers", numbers)
+        as_word("part", "experts", experts)
         if not 0 <= rank < size:
             raise ValueError(f"part: rank {rank} of {size}; needs 0 to {size - 1}")
         named = {name: v for name, v in self.named.items() if name.index is None or not name.matches(experts)}
         for base, n in counts({name: v for name, v in self.named.items() if name not in named}, "part").items():
-            held = range(n * rank // size, n * (rank + 1) // size) if numbers is None else [int(i) for i in numbers]
+            held = range(n * rank // size, n * (rank + 1) // size) if wanted is None else wanted
             if len(set(held)) != len(held) or not all(0 <= i < n for i in held):
                 raise ValueError(f"part: {base.key()}: numbers {list(held)}; needs different ones from 0 to {n - 1}")
             named |= {base.at(local): self.named[base.at(i)] for local, i in enumerate(held)}
@@ -186,12 +196,13 @@ class AmaxState(Mapping[str, Any]):
         separator: "." or "_", between quantizer and expert. stacked: one [N, ...] for all experts, as stacked gives.
         Raises ValueError, naming the key, as checked and stacked.
         """
-        if separator not in SEPARATORS:
-            raise ValueError(f"save: separator is {separator!r}; needs '.' or '_'")
+        path, stacked = as_path("save", path), as_flag("save", "stacked", stacked)
+        if not is_one_of(separator, SEPARATORS):
+            raise ValueError(f"save: separator is {separator!r:.60}; needs '.' or '_'")
         named = check("save", on_host(self.named))
         experts = {name.key(): n for name, n in counts(named, "save").items()}
         arrays = self.stacked() if stacked else {name.key(separator): value for name, value in named.items()}
-        with whole_file(Path(path)) as temporary:
+        with whole_file(path) as temporary:
             write_file(temporary, encode(arrays, {"experts": experts}))
 
     @classmethod
@@ -204,18 +215,20 @@ class AmaxState(Mapping[str, Any]):
         Raises ValueError, naming file and key, for a wrong size, missing or surplus experts, two spellings of one key, NaN and
         negative values, a wildcard that matches nothing, a file without any amax, or one that is no safetensors file.
         """
-        label = f"load: {Path(path).name}"
-        arrays, facts = decode(Path(path).read_bytes(), label)
+        path = as_path("load", path)
+        label = f"load: {path.name}"
+        arrays, facts = decode(path.read_bytes(), label)
         if not arrays:
             raise ValueError(f"{label}: holds no tensor whose name ends in 'amax'")
-        return cls(check(label, unstack(_named(arrays, label), facts.get("experts", {}), experts or {}, label)))
+        said, given = facts.get("experts", {}), {} if experts is None else experts
+        return cls(check(label, unstack(_named(arrays, label), said, given, label)))
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     """What stands under keys, by name; the two spellings of a name may not both be there."""
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
-        name = AmaxName.parse(key)
+        name = AmaxName.parse(key, op)
         if name in named:
             raise ValueError(f"{op}: {key!r} is there in both spellings; needs one")
         named[name] = item
@@ -226,6 +239,15 @@ def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
     return value.reshape(shape)
+
+
+def _groups(share: Any) -> list[tuple[str, ...]]:
+    """The groups of freeze; a name in the place of a group, ("up_proj"), would be a group of letters."""
+    groups = as_entries("freeze", "share", share)
+    for group in groups:
+        if isinstance(group, str) or not isinstance(group, Collection) or not all(isinstance(name, str) for name in group):
+            raise TypeError(f"freeze: share has {group!r:.60}; needs groups of names, such as ('gate_proj', 'up_proj')")
+    return [tuple(group) for group in groups]
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:

@@ -32,7 +32,7 @@ from fp4kit.libraries import Home, of_plan
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.training.master_weights_device import DeviceStages
 from fp4kit.training.master_weights_host import HostStages
-from fp4kit.training.partition import exchange_cuts, refuse
+from fp4kit.training.partition import exchange_cuts, refusing
 
 
 @dataclass(frozen=True)
@@ -88,23 +88,21 @@ class MasterWeightsPlan:
     ) -> None:
         if not all(hasattr(comm, name) for name in ("rank", "size")):
             raise TypeError(f"cast_master_weights: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
-        shards = as_entries("cast_master_weights", "shards", shards)
-        self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])
+        with refusing(comm):
+            shards = as_entries("cast_master_weights", "shards", shards)
+            self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])
         with self._home.entered():
             self._make(shards, recipe, columnwise)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
         comm = self._comm
-        try:
+        with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
             columnwise = as_flag("cast_master_weights", "columnwise", columnwise)
             values, shapes = _check_shards(shards, r, columnwise)
             on_host = all(isinstance(v, np.ndarray) for v in values)
             if not on_host:
                 DeviceStages.check(values, shapes, r)
-        except (TypeError, ValueError, NotImplementedError):
-            refuse(comm)
-            raise
         dtypes, lengths, starts = [v.dtype for v in values], [v.size for v in values], [operator.index(s.start) for s in shards]
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
@@ -119,7 +117,7 @@ class MasterWeightsPlan:
 
         Raises ValueError if they are not.
         """
-        arrays = _import(values)
+        arrays = _import(as_entries("refresh", "values", values))
         kinds = [_kind(v) for v in arrays]
         if kinds != self._kinds:
             at = next(

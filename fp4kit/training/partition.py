@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -32,10 +33,15 @@ class Partition(NamedTuple):
 _REFUSED = -1  # in the place of a number of matrices
 
 
-def refuse(comm: Communicator) -> None:
-    """Tell the other processes, which wait in exchange_cuts, that this one found its shards wrong: they raise too."""
-    if comm.size > 1:
-        _rows(comm, np.array([_REFUSED, 0], np.int64))
+@contextmanager
+def refusing(comm: Communicator) -> Iterator[None]:
+    """Whatever is wrong with this process's arguments, the others, which wait in exchange_cuts, are told, and raise too."""
+    try:
+        yield
+    except Exception:
+        if comm.size > 1:
+            _rows(comm, np.array([_REFUSED, 0], np.int64))
+        raise
 
 
 def exchange_cuts(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, as_mapping, as_word
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -40,9 +40,9 @@ class FakeQuantSettings:
     def __post_init__(self) -> None:
         for field in ("parameters", "exclude"):
             patterns = getattr(self, field)
-            if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            if isinstance(patterns, str) or not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
                 raise ValueError(
-                    f"FakeQuantSettings: {field} is {patterns!r}; needs a tuple of wildcards, such as ({patterns!r},)"
+                    f"FakeQuantSettings: {field} is {patterns!r:.60}; needs a tuple of wildcards, such as ({patterns!r:.60},)"
                 )
             object.__setattr__(self, field, tuple(patterns))
         object.__setattr__(self, "pass_through", as_flag("FakeQuantSettings", "pass_through", self.pass_through))
@@ -87,7 +87,7 @@ class FakeQuantSettings:
         number, also where its flag is off.
         Source: slime's and miles' patch of Megatron (TEGroupedLinear) for INT4, a fork of Megatron for MXFP4.
         """
-        env = os.environ if environ is None else environ
+        env = os.environ if environ is None else as_mapping("from_environment", "environ", environ)
         mxfp4, int4 = (_flag(env, f"OPEN_TRAINING_{kind}_FAKE_QAT_FLAG") for kind in ("MXFP4", "INT4"))
         sizes = (_size(env, "OPEN_TRAINING_MXFP4_BLOCK_SIZE", 32), _size(env, "OPEN_TRAINING_INT4_GROUP_SIZE", 128))
         if mxfp4 and int4:
@@ -110,6 +110,7 @@ class FakeQuantSettings:
 
     def is_quantized(self, name: str) -> bool:
         """Whether the parameter of this name is quantized."""
+        as_word("FakeQuantSettings", "the name of a parameter", name)
         matching = any(fnmatchcase(name, pattern) for pattern in self.parameters)
         return self.recipe is not None and matching and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 
@@ -145,15 +146,19 @@ def naming(parameter: str) -> Iterator[None]:
         raise type(error)(f"{parameter}: {error}") from None
 
 
+def _word(env: Mapping[str, str], name: str) -> str:
+    return as_word("from_environment", name, env.get(name, "")).strip()
+
+
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    value = env.get(name, "").strip()
+    value = _word(env, name)
     if value not in ("", "0", "1"):
         raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")
     return value == "1"
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
-    value = env.get(name, "").strip()
+    value = _word(env, name)
     if not value:
         return default
     if not (value.isascii() and value.isdigit() and int(value) > 0 and int(value) % 2 == 0):
