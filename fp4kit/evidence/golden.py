@@ -51,7 +51,7 @@ class GoldenSet:
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
         """Open a packed file, a directory with one, or a directory of original files.
 
-        A packed set is read at once (26 MB in memory), an original file when something in it is first asked for.
+        A packed set is read at once (37 MB in memory), an original file when something in it is first asked for.
 
         Raises:
             FileNotFoundError: `path` is none of these.

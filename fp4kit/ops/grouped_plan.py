@@ -97,7 +97,8 @@ class GroupedPlan:
     block_amax: for static recipes, None or a sequence of N. op: what errors begin with.
 
     What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the same
-    arrays in every call, which overwrites them. Those of a stacked array are views of stacked arrays.
+    arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked
+    arrays.
     A plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
     another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made, methods raise
     ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is now, where it is another

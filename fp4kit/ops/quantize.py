@@ -65,10 +65,10 @@ def quantize(
         Under given scales an element and its scales alone make the code: code = encode(x * factor(block_scale, tensor_scale)) by
         the recipe's rule, elements saturate under a scale that is too small; under one that is zero or NaN they are what the
         rule makes of that; the sign bit of an E4M3 scale counts. FlashInfer's rules ask, too, whether the block of x is zero.
-    Exact: the producer's bytes; recipe.exact names the exceptions (NaN and inf only). With its own scales given, q comes back in
-        every bit, tensor_amax apart. Rules that multiply with the tensor's encode scale (nvfp4-flashinfer,
-        nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) take that of the amax which tensor_scale implies: it is x's
-        for 16-bit elements; for float32 it may be an ulp off, and with it the code of an element that close to a tie.
+    Exact: the producer's bytes; recipe.exact names the exceptions. With its own scales given, q comes back in every bit,
+        tensor_amax apart. Rules that multiply with the tensor's encode scale (nvfp4-flashinfer, nvfp4-compressed-tensors,
+        fp8-modelopt, int8-modelopt, ...) take that of the amax which tensor_scale implies: it is x's for 16-bit elements; for
+        float32 it may be an ulp off, and with it the code of an element that close to a tie.
     Source: recipe.source.
 
     >>> import fp4kit, numpy as np

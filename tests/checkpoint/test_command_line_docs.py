@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
+from fp4kit import cli
 from fp4kit.checkpoint import convert
 from fp4kit.cli import guard, main
 from fp4kit.cli.output import Output
@@ -23,6 +24,7 @@ COMMANDS = {
     "convert.stale/1": "convert --remove-stale new",
     "inspect/1": "inspect m",
     "compare/1": "compare m m",
+    "verify/1": "verify q --source m",
     "identify/1": "identify q --source m",
     "reconcile/1": "reconcile --dry-run q",
     "recipes/1": "recipes",
@@ -38,7 +40,8 @@ def documented(schema: str) -> list[str]:
 
 
 def test_every_schema_is_documented() -> None:
-    assert set(ROWS) == {*COMMANDS, "selftest/1"}
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(cli.__file__).parent.glob("*.py"))
+    assert set(ROWS) == {*COMMANDS, "selftest/1"} == set(re.findall(r'"([a-z.]+/\d+)"', source))
 
 
 @pytest.mark.parametrize("schema", COMMANDS)
