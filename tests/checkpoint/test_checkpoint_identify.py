@@ -18,6 +18,7 @@ from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.checkpoint.identify import LayerPair, identify_layers
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.layouts import swizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -186,3 +187,15 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
     assert told["a.mlp.down_proj"] == (nonfinite == "saturate") and not told["a.mlp.gate_proj"]
     compare_checkpoints(tmp_path / "m", tmp_path / "q")
     assert not recwarn.list
+
+
+def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
+    """compressed-tensors' divisor, inverted, is off by an ulp, which decides ties; the codes are those under the scale before."""
+    tensors = synthetic.dense(tmp_path / "m")
+    lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}
+    columns = {name: np.abs(synthetic.random(name, (k,), 1, np.dtype("f4"))) for name, k in lengths.items()}
+    synthetic.write_file(tmp_path / "w", columns)
+    options = {"format": "compressed-tensors", "search": ScaleSearch.of("mse", str(tmp_path / "w"))}
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt-static", **options)
+    verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
+    assert all(layer.explanation.searched for layer in verdict.layers) and "searched scales in 14 layers" in verdict.sentence
