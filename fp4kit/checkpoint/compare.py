@@ -170,7 +170,9 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
         scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
     values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
     wide = x.astype(np.float64)
-    return _Counts(values, codes, scales, float(np.sum(wide**2)), float(np.sum((wide - y) ** 2)))
+    with np.errstate(invalid="ignore"):  # of infinities of both
+        noise = float(np.sum((wide - y) ** 2))
+    return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
 
 
 def _different(format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None) -> int:

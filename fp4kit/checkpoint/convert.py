@@ -24,6 +24,7 @@ from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of,
 from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.planned import jobs_of
 from fp4kit.checkpoint.reading import SLAB_BYTES, reading_ahead
+from fp4kit.checkpoint.rewrite import carried
 from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
@@ -129,12 +130,16 @@ class Options:
             raise CheckpointError(f"workers: got {self.workers!r}; a whole number of them, at least 1, is needed")
 
 
-def check(plan: Plan, destination: str | Path, resume: bool = False) -> None:
-    """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space."""
+def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
+    """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space.
+
+    removes: what is left there is removed before, if that can be done.
+    """
     target = Path(destination)
     _check_name(plan, target)
     staging.check_destination(plan.source.root, target)
-    staging.check_partial(target, resume)
+    if not removes or staging.removable(target) is None:
+        staging.check_partial(target, resume)
     staging.check_space(target, bytes_to_write(plan))
 
 
@@ -220,9 +225,7 @@ class _Run:
         """Raise CheckpointError for what a measured weight may not hold."""
         jobs.check_finite(job, found)
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
-            raise CheckpointError(
-                f"{job.name}: its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
-            )
+            raise carried.refused(job.name)
 
     def _write_beside(self) -> None:
         """Write what lies beside the tensors."""

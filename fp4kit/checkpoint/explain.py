@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,7 +11,9 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.accounts import Account, Case, Layout, Tally, count, own_amax
 from fp4kit.checkpoint.mishaps import StoredLayer, code_orders
 from fp4kit.checkpoint.permutations import permuted_blocks, permuted_rows, permuted_scales
+from fp4kit.checkpoint.rewrite.encoded import saturated
 from fp4kit.checkpoint.scale_accounts import under_stored_scales
+from fp4kit.checkpoint.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.trials import Trial, first_whole, layouts_of, orders_by_sign, sample_of, try_layout
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
@@ -71,7 +74,8 @@ def explain(
     of groups that may share the layer's tensor scale, beside its own.
     Each of the mishaps of fp4kit.checkpoint.mishaps is undone, alone and together with one of another kind: in how codes are
     read, in the order of rows, of codes in bytes, of block scales, and in the tensor scale. Then rows in any order, scales of
-    other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by 2 ulp.
+    other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by 2 ulp. A source with NaN or
+    infinities is tried as it is, and with these replaced as a conversion does that with nonfinite="saturate".
     Memory: chunks of a million elements, and several times the bytes of block scales. Time: about as many quantizations of the
     layer as recipes give it, and some hundred of a sample.
     Returns an Explanation. Raises ValueError for an x that is no matrix, TypeError for another dtype.
@@ -80,6 +84,45 @@ def explain(
         raise ValueError(f"identify: x has shape {x.shape}; needs (N, K), the source of one layer")
     if x.dtype not in FLOATS:
         raise TypeError(f"identify: x is {x.dtype}; needs float32, float16 or bfloat16, what the layer was made from")
+    found = _of_source(layer, x, other, second, heads, amaxes)
+    for sources in _saturated(x, other, amaxes):
+        found = _either(found, _of_source(layer, *sources, second, heads, amaxes))
+    return found
+
+
+_Sources = tuple[np.ndarray, np.ndarray | None]
+
+
+def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
+    """x and other without NaN and infinities, for each amax that infinities may have become; none where x has none."""
+    own, count = amax_and_nonfinite(x)
+    if not count:
+        return
+    pair = np.float32(0) if other is None else amax_and_nonfinite(other)[0]
+    for amax in dict.fromkeys((own, max(own, pair), *(np.float32(a) for a in amaxes))):
+        yield saturated(x, amax)[0], None if other is None else saturated(other, amax)[0]
+
+
+def _either(found: Explanation, again: Explanation) -> Explanation:
+    """What a source as it is explains, or the same source without NaN and infinities where that needs fewer mishaps."""
+    if not again.explained or (found.explained and found.mishap is None and again.mishap is not None):
+        return found
+    text = f"of the source with NaN and infinities replaced (nonfinite saturate): {again.sentence}"
+    if not found.explained or found.mishap != again.mishap:
+        return replace(again, sentence=text)
+    recipes = tuple(dict.fromkeys((*found.recipes, *again.recipes)))
+    return found if recipes == found.recipes else replace(found, recipes=recipes, sentence=f"{found.sentence}; or, {text}")
+
+
+def _of_source(
+    layer: StoredLayer,
+    x: np.ndarray,
+    other: np.ndarray | None,
+    second: bool,
+    heads: tuple[int, ...],
+    amaxes: tuple[float, ...],
+) -> Explanation:
+    """explain, of a source as it is."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
     case = Case(layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own)))

@@ -1,4 +1,6 @@
-"""What a conversion will do, from headers alone: an action and its reason per tensor, the files, the exclusion list.
+"""What a conversion will do: an action and its reason per tensor, the files, the exclusion list.
+
+Of headers alone; of scales, too, where they have to be powers of two.
 
 A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between a plan can be printed (``--dry-run``).
 """
@@ -27,6 +29,7 @@ from fp4kit.checkpoint.layers import Piece, layer_names, numbers, pieces
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.request import Request, check_input_scale, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.rewrite import carried
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
 from fp4kit.checkpoint.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
@@ -191,6 +194,8 @@ class _Planner:
         check_input_scale(self.form, self.has_input_scale)
         self.groups = self._groups()
         self.actions = self._actions()
+        if not request.requantize:
+            carried.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
     def _decisions(self) -> dict[str, Decision]:
         """Of every tensor that is not a part of another one: converted or not, and why."""

@@ -53,12 +53,13 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 class Settings:
     """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not known.
 
+    nonfinite: "keep" or "saturate"; None: not known, so that a layer may be either.
     search: of block scales; weighted: whether it had column weights, which search has only where they are given.
     """
 
     recipe: Recipe | None = None
     input_scale: float | None = None
-    nonfinite: str = "keep"
+    nonfinite: str | None = None
     devices: tuple[int | None, ...] = (None,)
     search: ScaleSearch | None = None
     weighted: bool = False
@@ -66,13 +67,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Check:
-    """One matrix to look at. origin: None without a source. job: what makes it anew, None if nothing does. why: no job."""
+    """One matrix to look at. origin: None without a source. job: what makes it anew, None if nothing does. why: no job.
+
+    may_saturate: NaN and infinities of the source may have been replaced; the job keeps them.
+    """
 
     stored: Weight
     expert: int
     origin: Origin | None = None
     job: Job | None = None
     why: str = ""
+    may_saturate: bool = False
 
     @property
     def key(self) -> str:
@@ -129,7 +134,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
             device = settings.devices[number % len(settings.devices)]
             number += 1
             job, why = _job(weight, e, origin, groups.get(weight.name, weight.name), settings, device)
-            yield Check(weight, e, origin, job, why)
+            yield Check(weight, e, origin, job, why, settings.nonfinite is None)
 
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:
@@ -154,10 +159,11 @@ def _job(
             return None, "their scales were searched under column weights; give these with --column-weights"
     search = settings.search
     searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
+    nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
     targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
     return Job(
         f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
-        settings.input_scale, "keep" if action == DEQUANTIZE else settings.nonfinite, stored.transposed, device, *searched,
+        settings.input_scale, nonfinite, stored.transposed, device, *searched,
     ), ""  # fmt: skip
 
 
@@ -217,11 +223,23 @@ def look(check: Check, shared: Measured | None) -> Checked:
         found = _tally(check, readers) if check.stored.container is not None else Tally()
         if check.job is None:
             return Checked(check, found)
-        comparison = _Comparison(readers, check.stored, check.job.targets)
-        try:
-            made = jobs.produce(check.job, shared or Measured(check.key), readers, comparison)
-        except CheckpointError as error:
-            return Checked(check, found, error=str(error))
+        kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
+        if not (check.may_saturate and check.job.action in _MADE_FROM_VALUES and (kept.error or any(kept.differing.values()))):
+            return kept
+        measured = shared or jobs.measure(check.job)
+        if not measured.nonfinite:
+            return kept
+        again = _compared(check, replace(check.job, nonfinite="saturate"), measured, found, readers)
+        return kept if again.error or any(again.differing.values()) else again
+
+
+def _compared(check: Check, job: Job, shared: Measured, found: Tally, readers: Readers) -> Checked:
+    """Make one matrix anew, and compare it."""
+    comparison = _Comparison(readers, check.stored, job.targets)
+    try:
+        made = jobs.produce(job, shared, readers, comparison)
+    except CheckpointError as error:
+        return Checked(check, found, error=str(error))
     return Checked(check, found, made.action, comparison.compared, comparison.differing)
 
 

@@ -109,8 +109,8 @@ class Candidate:
 
     @property
     def is_weight(self) -> bool:
-        """Whether patterns name it: a ``.weight``, however it is stored, or a stack."""
-        return self.module != self.name or self.is_stack
+        """Whether patterns name it: a ``.weight`` of a module that has a name, however it is stored, or a stack."""
+        return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
         """Return the prefix that ends with the first part of this role, or None."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from fp4kit.checkpoint.accounts import Case, Layout, chunks
@@ -10,6 +12,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.identify import candidates_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe
+from fp4kit.reference.scaling import tensor_scale
 
 
 def under_stored_scales(case: Case, plain: Layout) -> tuple[Recipe, ...]:
@@ -22,14 +25,26 @@ def under_stored_scales(case: Case, plain: Layout) -> tuple[Recipe, ...]:
     scaling = "none" if scale is None else "tensor"
     found = [r for r in candidates_of(layer.recipe) if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search]
     rows = sample_of(plain.shape, layer.recipe).rows
-    found = [r for r in found if _codes_alike(case, plain, r, rows)]
-    return tuple(r for r in found if all(_codes_alike(case, plain, r, part) for part in chunks(plain, r)))
+    tried = [(r, s) for r in found for s in _tensor_scales(case, r) if _codes_alike(case, plain, r, s, rows)]
+    whole = [r for r, s in tried if all(_codes_alike(case, plain, r, s, part) for part in chunks(plain, r))]
+    return tuple(dict.fromkeys(whole))
 
 
-def _codes_alike(case: Case, plain: Layout, r: Recipe, rows: np.ndarray) -> bool:
-    """Whether a recipe makes the codes of some rows under their scales."""
+def _tensor_scales(case: Case, r: Recipe) -> Iterator[np.float32 | None]:
+    """The stored tensor scale; then those of known amaxes that it is off by 2 ulp, as an inverted divisor may be."""
+    stored = case.layer.tensor_scale
+    yield stored
+    if stored is None or r.tensor_rule is None:
+        return
+    with np.errstate(all="ignore"):
+        made = dict.fromkeys(np.float32(tensor_scale(np.asarray(a), r, case.x.dtype).decode) for a in case.amaxes)
+        yield from (one for one in made if one != stored and abs(one - stored) <= 2 * np.spacing(np.float32(stored)))
+
+
+def _codes_alike(case: Case, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray) -> bool:
+    """Whether a recipe makes the codes of some rows under their scales, and a tensor scale."""
     codes = plain.reading.read(case.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(case.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
     with np.errstate(all="ignore"):
-        q = quantize(np.ascontiguousarray(case.x[rows]), r, block_scale=scales, tensor_scale=case.layer.tensor_scale)
+        q = quantize(np.ascontiguousarray(case.x[rows]), r, block_scale=scales, tensor_scale=tensor_scale)
     return np.array_equal(unpacked(q.packed, r.element.packing), codes)

@@ -141,16 +141,26 @@ def is_partial(folder: Path) -> bool:
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
-def remove_partial(destination: Path) -> Path | None:
-    """Remove what an interrupted run into a destination left; returns what was removed, None if there was nothing.
-
-    Raises CheckpointError while a run is writing there, and for anything that no run made.
-    """
+def removable(destination: Path) -> Path | None:
+    """What remove_partial would remove. Raises what that raises."""
     partial = partial_of(destination)
     if not os.path.lexists(partial):
         return None
     if not is_partial(partial):
         raise CheckpointError(f"{partial}: was not made by a conversion; remove it yourself")
+    if is_live(partial):
+        raise _taken(destination)
+    return partial
+
+
+def remove_partial(destination: Path) -> Path | None:
+    """Remove what an interrupted run into a destination left; returns what was removed, None if there was nothing.
+
+    Raises CheckpointError while a run is writing there, and for anything that no run made.
+    """
+    partial = removable(destination)
+    if partial is None:
+        return None
     lock = _locked(partial, destination)
     try:
         _remove(partial)

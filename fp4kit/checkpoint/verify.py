@@ -200,7 +200,7 @@ def _settings(
     if search is not None and found is not None:
         search.check_recipe(found)
     scale = request.get("input_scale")
-    nonfinite = "saturate" if request.get("nonfinite") == "saturate" else "keep"
+    nonfinite = ("saturate" if request["nonfinite"] == "saturate" else "keep") if "nonfinite" in request else None
     known, weighted, told = recorded_search(request, own if isinstance(own, dict) else {}, search)
     issues += [Issue("warning", MANIFEST, text) for text in told]
     devices = tuple(options.devices) or (None,)

@@ -169,7 +169,7 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
     entry, module = place.entry, name.removesuffix(".weight")
     if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
         return None
-    if len(entry.shape) == 2 and module != name:
+    if len(entry.shape) == 2 and module not in ("", name):  # no container has parts of a module without a name
         return Weight(module, name, entry.shape, None, {VALUES: place})
     parent, _, leaf = module.rpartition(".")
     if len(entry.shape) == 3 and leaf in GGUF_STACKS:

@@ -131,14 +131,15 @@ def _device(text: str) -> int | None:
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
     destination = Path(args.paths[-1])
-    removed = staging.remove_partial(destination) if args.remove_stale and not args.dry_run else None
-    if removed is not None:
-        out.note(f"removed {shown(str(removed))}, which an interrupted run left")
+    if args.remove_stale and args.resume:
+        raise CheckpointError("--remove-stale removes what --resume goes on with; leave one of them out")
     if args.remove_stale and len(args.paths) == 1 and not args.demo:
-        out.document("convert.stale/1", {"destination": destination, "removed": [] if removed is None else [removed]})
+        out.document("convert.stale/1", {"destination": destination, "removed": _remove_stale(args, destination, out)})
         return 0
     plan = _plan(args)
-    check(plan, destination, args.resume)
+    if args.remove_stale:
+        _remove_stale(args, destination, out)
+    check(plan, destination, args.resume, args.remove_stale)
     if args.dry_run:
         out.document("convert.plan/1", _plan_body(plan, destination))
         _print_plan(out, plan, destination)
@@ -150,6 +151,14 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)
     return 0
+
+
+def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
+    """Remove what an interrupted run left, or say so in a dry run; returns what was removed."""
+    found = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
+    if found is not None:
+        out.note(f"{'would remove' if args.dry_run else 'removed'} {shown(str(found))}, which an interrupted run left")
+    return [] if found is None or args.dry_run else [found]
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import synthetic
 from exhaustive import by_default
 
 import fp4kit
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.compare import compare_checkpoints
 from fp4kit.checkpoint.identify import LayerPair, identify_layers
 from fp4kit.checkpoint.mishaps import StoredLayer
+from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.layouts import swizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -163,3 +170,32 @@ def test_layers_are_taken_one_at_a_time() -> None:
     with pytest.raises(ValueError, match="identify: x has shape"):
         identify_layers(reading())
     assert len(taken) == 2
+
+
+@pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
+def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
+    """As they are, or replaced, infinities by the amax of the group: gate has the larger one, its partner the infinity."""
+    tensors = {f"a.mlp.{part}_proj.weight": synthetic.random(part, (64, 128)) for part in ("gate", "up", "down")}
+    gate, up, down = tensors.values()
+    gate[0, 0], up[3, 5], down[:2, 7] = 1, np.inf, np.nan
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    convert(tmp_path / "m", tmp_path / "q", recipe, format="modelopt" if recipe != "mxfp4-ocp" else None, nonfinite=nonfinite)
+    verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
+    assert recipe in verdict.recipes and verdict.mishap is None and not verdict.exceptions
+    told = {layer.name: "NaN and infinities replaced" in layer.explanation.sentence for layer in verdict.layers}
+    assert told["a.mlp.down_proj"] == (nonfinite == "saturate") and not told["a.mlp.gate_proj"]
+    compare_checkpoints(tmp_path / "m", tmp_path / "q")
+    assert not recwarn.list
+
+
+def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
+    """compressed-tensors' divisor, inverted, is off by an ulp, which decides ties; the codes are those under the scale before."""
+    tensors = synthetic.dense(tmp_path / "m")
+    lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}
+    columns = {name: np.abs(synthetic.random(name, (k,), 1, np.dtype("f4"))) for name, k in lengths.items()}
+    synthetic.write_file(tmp_path / "w", columns)
+    options = {"format": "compressed-tensors", "search": ScaleSearch.of("mse", str(tmp_path / "w"))}
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt-static", **options)
+    verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
+    assert all(layer.explanation.searched for layer in verdict.layers) and "searched scales in 14 layers" in verdict.sentence

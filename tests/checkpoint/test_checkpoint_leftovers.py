@@ -46,6 +46,21 @@ def test_what_a_killed_run_left_is_reported_and_removable(model: Path, tmp_path:
     assert called("convert", "--remove-stale", out) == (0, "", "")
 
 
+def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
+    """It says what it would remove, and plans as if that were gone."""
+    left, out = killed(model, tmp_path), tmp_path / "out"
+    for paths in ((out,), (model / "m", out)):
+        run = called("convert", "--remove-stale", "--dry-run", *paths)
+        assert run.code == 0 and f"would remove {left}, which" in run.err and left.exists()
+    run = called("convert", "--remove-stale", "--resume", model / "m", out)
+    assert run.code == 2 and "removes what --resume goes on with; leave one of them out" in run.err and left.exists()
+    run = called("convert", "--remove-stale", tmp_path / "none", out)
+    assert run.code == 2 and left.exists()  # what cannot be planned removes nothing either
+    (left / staging.LOCK).unlink()
+    run = called("convert", "--remove-stale", "--dry-run", out)
+    assert run.code == 2 and "was not made by a conversion" in run.err
+
+
 def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     whole = tmp_path / "whole"
     assert called("convert", model / "m", whole).code == 0

@@ -61,7 +61,7 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
         ("gpt_oss_mxfp4", "mxfp4-ocp", {}, "gpt-oss", {"rename": 4}),
         ("gpt_oss_mxfp4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 4}),
         ("deepseek_fp8", "nvfp4-te", {"requantize": True}, "modelopt W4A16_NVFP4", {"requantize": 22, "dequantize": 11}),
-        ("deepseek_fp8", "mxfp8-te", {}, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
+        ("deepseek_fp8", "mxfp8-te", {"requantize": True}, "sglang-mxfp8", {"carry": 22, "dequantize": 11}),
         ("deepseek_fp8", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 33}),
         ("deepseek_v4", "mxfp4-ocp", {}, "deepseek-v4", {"rename": 24 + 12 + 3 * 7}),
         ("deepseek_v4", "nvfp4-te", {"format": "bf16"}, "bf16", {"dequantize": 3 * (4 + 15)}),
@@ -104,7 +104,7 @@ def test_stacks_become_experts(tmp_path: Path) -> None:
 
 def test_what_is_not_selected_is_numbers(tmp_path: Path) -> None:
     """Of a quantized source: decoded, and listed; loaders would take it for the new form."""
-    plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", wishes=Wishes(preset="experts"))
+    plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
     assert (o_proj.action, o_proj.outputs[0].dtype) == ("dequantize", "BF16")
     assert o_proj.reason == "attention: not of the preset experts; decoded, since its form is another one"

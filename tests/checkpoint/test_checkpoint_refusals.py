@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.convert import Options, convert
+from fp4kit.checkpoint.convert import Options, convert, execute
 from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.plan import make_plan
+from fp4kit.checkpoint.verify import verify
 
 
 def dense(tmp_path: Path) -> Path:
@@ -82,8 +84,36 @@ def test_values_that_would_change(tmp_path: Path) -> None:
     with refused("model.layers.0.self_attn.q_a_proj: is fp8 128x128 already, and modelopt NVFP4 would have other values"):
         make_plan(tmp_path / "fp8")
     with refused("model.layers.0.self_attn.q_a_proj.weight: its scales are not powers of two, so that MXFP8 would have"):
+        make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8")
+    assert make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8", requantize=True).converted
+    with refused("its scales are not powers of two"):
         convert(tmp_path / "fp8", tmp_path / "out", "mxfp8-te", format="sglang-mxfp8", options=Options(workers=1))
     assert not (tmp_path / "out").exists()
+
+
+def test_scales_that_are_no_powers_of_two_any_more(tmp_path: Path) -> None:
+    """When the plan was made, they were."""
+    synthetic.deepseek_fp8(tmp_path / "fp8", powers=True)
+    plan = make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8")
+    shutil.rmtree(tmp_path / "fp8")
+    synthetic.deepseek_fp8(tmp_path / "fp8")
+    with refused("its scales are not powers of two"):
+        execute(plan, tmp_path / "out", Options(workers=1))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "mlx"])
+def test_a_weight_of_no_module_stays(tmp_path: Path, format: str) -> None:
+    """What it would become, nothing would find again: its scales would be those of no name."""
+    numbers = {".weight": synthetic.random("a", (64, 64)), "b.weight": synthetic.random("b", (64, 64))}
+    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3"}, numbers)
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp" if format == "mlx" else "nvfp4-te", format=format)
+    assert verify(tmp_path / "q", tmp_path / "m").clean
+    convert(tmp_path / "q", tmp_path / "n", format="bf16")
+    del numbers["b.weight"]
+    synthetic.write_model(tmp_path / "only", {"model_type": "qwen3"}, numbers)
+    with refused("0 tensors to convert"):
+        make_plan(tmp_path / "only")
 
 
 def test_nothing_to_decode(tmp_path: Path) -> None:

@@ -312,3 +312,21 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (["inspect", target], ["verify", target, "--source", source], ["identify", target, "--source", source]):
         assert main(command) == 0
     assert main(["compare", source, target]) == 1
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-gguf"])
+def test_replaced_nan_and_infinities_are_made_anew(recipe: str, tmp_path: Path) -> None:
+    """A file has no manifest that says whether they were kept; a byte that neither gives is an error still."""
+    tensors = gguf_files.model()
+    tensors["blk.0.attn_q.weight"][2, 3], tensors["blk.1.ffn_gate_exps.weight"][1, 2, 3] = np.nan, np.inf
+    gguf_files.write(tmp_path / "m.gguf", {name: gguf_files.plain(x) for name, x in tensors.items()})
+    run(tmp_path / "m.gguf", recipe=recipe, nonfinite="saturate")
+    report = verify(tmp_path / "out.gguf", tmp_path / "m.gguf")
+    assert report.clean and all(layer.compared and not layer.differing for layer in report.layers)
+    entry = next(entry for entry in read_gguf(tmp_path / "out.gguf").entries if entry.name == "blk.0.attn_q.weight")
+    with (tmp_path / "out.gguf").open("r+b") as file:
+        file.seek(entry.start + 9)
+        changed = bytes([file.read(1)[0] ^ 1])
+        file.seek(entry.start + 9)
+        file.write(changed)
+    assert not verify(tmp_path / "out.gguf", tmp_path / "m.gguf").clean

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.checkpoint.formats.container import SCALES
 from fp4kit.checkpoint.job import Job, Sink
 from fp4kit.checkpoint.reading import Readers, Slab, slabs
 from fp4kit.checkpoint.rewrite.rows import put_rows
 from fp4kit.checkpoint.weights import Weight
 from fp4kit.formats import E8M0
+from fp4kit.storage.errors import CheckpointError, shown
 
 _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 
@@ -28,6 +32,21 @@ def is_exact(weight: Weight, slab: Slab) -> bool:
     """Whether all scales of a slab are powers of two that E8M0 has."""
     assert slab.scales is not None
     return bool((_exponent_codes(slab.scales) >= 0).all())
+
+
+def check(weights: Iterable[Weight]) -> None:
+    """Raise CheckpointError for the first weight whose scales are not all powers of two; they alone are read."""
+    with Readers() as readers:
+        for weight in weights:
+            scales = readers.array(weight.parts[SCALES])
+            if (_exponent_codes(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales) < 0).any():
+                raise refused(weight.tensor)
+
+
+def refused(tensor: str) -> CheckpointError:
+    """What is wrong with a tensor whose scales are not powers of two."""
+    why = "its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
+    return CheckpointError(f"{shown(tensor)}: {why}")
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
