@@ -80,7 +80,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("wrong", [None, 1.5, [0.5], object(), [object()], [[1]]], ids=["None", "1.5", "[0.5]", "object", "[object]", "[[1]]"])
+@pytest.mark.parametrize("wrong", [None, 1.5, [0.5], object(), [object()], [[1]]], ids=lambda wrong: type(wrong).__name__)
 def test_wrong_kinds(name, wrong):
     if wrong is None and name in DEFAULTS:
         return
