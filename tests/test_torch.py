@@ -234,6 +234,7 @@ BAD = {
     "codes": (lambda x: ft.quantize(x, "nvfp4-modelopt-fake"), ValueError, "quantize: nvfp4-modelopt-fake is a fake quantizer"),
     "layout": (lambda x: ft.quantize(x, "nvfp4", scale_layout="rows"), ValueError, "quantize: scale_layout is 'rows'; needs"),
     "hadamard": (lambda x: ft.quantize(x, "nvfp4", hadamard="maybe"), ValueError, "quantize: hadamard is 'maybe'; needs"),
+    "hadamard text": (lambda x: ft.quantize(x, "nvfp4", hadamard="True"), ValueError, "quantize: hadamard is 'True'; needs"),
     "group": (
         lambda x: ft.fake_quantize_grouped([x, x[:, :33]], "nvfp4"), ValueError,
         "fake_quantize_grouped: xs[1]: axis 1 has length 33; nvfp4-te needs a multiple of 16",

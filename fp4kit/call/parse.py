@@ -185,12 +185,17 @@ def check_codes(call: Call, layout: str) -> None:
         raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
 
 
+def check_hadamard(op: str, hadamard: Any) -> None:
+    """Raise ValueError, which begins with op, for what is no transform: the text "True" is none."""
+    if not isinstance(hadamard, bool) and not is_one_of(hadamard, ("no_signs",)):
+        raise ValueError(f"{op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
+
+
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
     """Sign mask of the Hadamard transform; None for no transform."""
+    check_hadamard(call.op, hadamard)
     if hadamard is False:
         return None
-    if hadamard is not True and not is_one_of(hadamard, ("no_signs",)):
-        raise ValueError(f"{call.op}: hadamard is {hadamard!r:.60}; needs False, True or 'no_signs'")
     length = call.moved.shape[-1]
     if length % HADAMARD_BLOCK:
         raise ValueError(

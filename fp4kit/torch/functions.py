@@ -10,6 +10,7 @@ import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.call import check
+from fp4kit.call.parse import check_hadamard
 from fp4kit.ops.grouped_plan import per_tensor
 from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
@@ -192,6 +193,7 @@ def quantize(
     op = "quantize"
     check_tensor(op, x)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
+    check_hadamard(op, hadamard)
     options = str(scale_layout), str(rounding), _seed(op, seed), str(hadamard), _amax(op, "block_amax", x, block_amax)
     arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
     names = ("packed", *["block_scale"] * (r.scale is not None), *["tensor_scale", "tensor_amax"] * (r.tensor_scaling != "none"))
