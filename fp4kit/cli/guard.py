@@ -163,7 +163,9 @@ def _failed(task: Task, signals: _Signals, error: Exception) -> int:
         _drop_stdout()
     if not isinstance(error, (OSError, ValueError, TypeError, MemoryError)):
         traceback.print_exception(error)
-    task.says(_described(error) + task.outcome(stopped=False))
+    said = _described(error)
+    advised = "--remove-stale" in said  # of what is left: outcome's advice, to go on with it, may be what was refused
+    task.says(said if advised else said + task.outcome(stopped=False))
     return ERROR
 
 

@@ -46,6 +46,13 @@ def test_what_a_killed_run_left_is_reported_and_removable(model: Path, tmp_path:
     assert called("convert", "--remove-stale", out) == (0, "", "")
 
 
+def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
+    left, out = killed(model, tmp_path), tmp_path / "out"
+    run = called("convert", "--resume", "--recipe", "mxfp4", model / "m", out)
+    assert run.code == 2 and "was begun from another source, with other options or by another version; remove it" in run.err
+    assert "go on with" not in run.err and run.err.count("--remove-stale") == 1 and left.exists()
+
+
 def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
     """It says what it would remove, and plans as if that were gone."""
     left, out = killed(model, tmp_path), tmp_path / "out"
