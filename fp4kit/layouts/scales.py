@@ -41,7 +41,8 @@ def tile_rows(layout: str) -> int:
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
     """Shape of (..., R, C) scales in a layout: R padded to 128 or 8, C to 4; unchanged for "linear"."""
     check_layout("padded_shape", layout)
-    shape = as_shape("padded_shape", shape)
+    if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
+        shape = as_shape("padded_shape", shape)  # it would fix the symbols of a trace
     if layout == "linear":
         return shape
     if len(shape) < 2:
