@@ -69,7 +69,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marker
 def pytest_collection_modifyitems(config, items):
-    """Of a test's many recipes a usual run takes the usual ones and a third of the others, an exhaustive run a twelfth more.
+    """Of a test's many recipes a usual run takes the usual ones and a sixth of the others, an exhaustive run a twelfth more.
 
     Recipes that bring nothing of their own are exhaustive, and a twelfth of their cases is drawn.
     """
@@ -105,7 +105,7 @@ def mark_recipes(items):
         if is_rare:
             item.add_marker(pytest.mark.exhaustive)
             left_out += [item] * all(lots)
-        elif names and others[_test_of(item)] > MANY and all(number % 3 for number in lots):
+        elif names and others[_test_of(item)] > MANY and all(number % 6 for number in lots):
             item.add_marker(pytest.mark.exhaustive)
             left_out += [item] * all(number != 1 for number in lots)
     return left_out

@@ -12,7 +12,7 @@ from math import lcm
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import half
+from exhaustive import exhaustive, half
 from inputs import INPUTS, NAMES, ordinary
 
 import fp4kit
@@ -151,7 +151,7 @@ def assert_as_whole(result, x, y) -> None:
         assert result.sqnr == pytest.approx(sqnr, rel=1e-12, nan_ok=True)
 
 
-@pytest.fixture(params=[1, 7, 64, 1000], ids=lambda n: f"boxes of {n}")
+@pytest.fixture(params=[7, *exhaustive([1, 64, 1000])], ids=lambda n: f"boxes of {n}")
 def small_boxes(request, monkeypatch):
     monkeypatch.setattr(compare_values, "BOX_ELEMENTS", request.param)
 
@@ -181,7 +181,7 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
 
 
 @pytest.mark.parametrize("name", half(NAMES))
-@pytest.mark.parametrize("small_boxes", [40, 1000], indirect=True)
+@pytest.mark.parametrize("small_boxes", [40, *exhaustive([1000])], indirect=True)
 def test_quantized_in_boxes(small_boxes, name) -> None:
     """Any recipe, axis, layout and amax is read box by box as it is read whole."""
     r = RECIPES[name]

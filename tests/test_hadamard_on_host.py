@@ -20,7 +20,7 @@ CASES = [Hadamard(dtype, mask) for dtype in (BF16, F16, F32) for mask in (TE_SIG
 STRIPS = [AmaxStrips(dtype) for dtype in (BF16, F16, F32)] + [AmaxStrips(BF16, "all"), AmaxStrips(F16, "finite")]
 
 
-@pytest.mark.parametrize("case", every(3, CASES + STRIPS), ids=str)
+@pytest.mark.parametrize("case", every(6, CASES + STRIPS), ids=str)
 def test_hadamard(host, case):
     host.check(case)
 

@@ -79,7 +79,7 @@ AMAX += [AmaxColumns(dtype) for dtype in (F32, F16, BF16)]
 LISTS = [QUANTIZE, LAYOUTS, RANDOM, TRANSFORMED, CALIBRATED, AMAX_OUT]
 
 
-@pytest.mark.parametrize("case", [case for cases in LISTS for case in every(3, cases)], ids=str)
+@pytest.mark.parametrize("case", [case for cases in LISTS for case in every(6, cases)], ids=str)
 def test_quantize(host, case):
     host.check(case)
 
@@ -89,12 +89,12 @@ def test_guards_of_short_ways(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", every(3, FAKE), ids=str)
+@pytest.mark.parametrize("case", every(6, FAKE), ids=str)
 def test_fake_quantize(host, case):
     host.check(case)
 
 
-@pytest.mark.parametrize("case", every(3, DEQUANTIZE), ids=str)
+@pytest.mark.parametrize("case", every(6, DEQUANTIZE), ids=str)
 def test_dequantize(host, case):
     host.check(case)
 

@@ -16,7 +16,7 @@ from fp4kit.recipes import RECIPES
 SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]
 
 
-@pytest.mark.parametrize("case", every(3, dict.fromkeys(patches(SUPPORTED))), ids=str)
+@pytest.mark.parametrize("case", every(6, dict.fromkeys(patches(SUPPORTED))), ids=str)
 def test_quantize_patch(host, case):
     host.check(case)
 
