@@ -287,6 +287,8 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
     with pytest.raises(ValueError, match=rf"^quantize: out.packed {text}"):
         quantized(x, out=replace(q, packed=q.packed[:1].expand(q.packed.shape)))
     assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(fp4kit.dequantize(q))
+    nothing = np.lib.stride_tricks.as_strided(np.zeros(0, np.float32), (0, x.shape[1]), (0, 0))  # no element shares a place
+    assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name and "cast" not in name])

@@ -48,7 +48,9 @@ def import_out(op: str, out: Any) -> Any:
 
 def _check_places(op: str, name: str, array: Any) -> None:
     lengths, steps = getattr(array, "shape", ()), getattr(array, "strides", ())
-    if 0 in steps and _is_writeable(array) and any(step == 0 and length > 1 for length, step in zip(lengths, steps, strict=True)):
+    if 0 not in steps or 0 in lengths or not _is_writeable(array):
+        return
+    if any(step == 0 and length > 1 for length, step in zip(lengths, steps, strict=True)):
         raise ValueError(f"{op}: {name} has one place for several elements, strides {steps}; needs memory of each element's own")
 
 
