@@ -25,6 +25,12 @@ from fp4kit import interop
 ID_BYTES = 128  # of an NCCL unique id
 
 
+def check_communicator(op: str, comm: Any, *names: str) -> None:
+    """Raise TypeError, which begins with op, for what has no rank, no size, or nothing of these names."""
+    if not all(hasattr(comm, name) for name in ("rank", "size", *names)):
+        raise TypeError(f"{op}: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
+
+
 class Communicator(Protocol):
     """A group of `size` processes, of which this is number `rank`."""
 

@@ -12,7 +12,7 @@ from fp4kit.arguments import as_entries
 from fp4kit.call.each import each
 from fp4kit.jax.calls import is_traced, like, traced
 from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
-from fp4kit.ops.grouped_plan import per_tensor
+from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.recipes import Recipe
 
 
@@ -40,8 +40,8 @@ def fake_quantize_grouped(
     [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
-    if getattr(xs, "ndim", 2) < 2:
-        raise ValueError(f"{op}: xs is one {xs.ndim}-d array; needs a sequence, or a stack of at least 2 dimensions")
+    if hasattr(xs, "ndim"):
+        check_stack(op, xs)
     xs = [as_jax(op, x, f"xs[{i}]") for i, x in enumerate(as_entries(op, "xs", xs))]
     how, seed = how_of(op, recipe, axis, rounding, seed, pass_through)
     names = {"tensor_amax": tensor_amax, "block_amax": block_amax, "amax": amax}

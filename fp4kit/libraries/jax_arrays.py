@@ -16,7 +16,6 @@ from fp4kit import interop
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may move x."""
 
-
     def give(array: Any) -> Any:
         if getattr(x, "committed", True):
             return array_of(array, x.device)

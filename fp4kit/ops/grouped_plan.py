@@ -77,9 +77,14 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
     (stack,) = import_arrays(op, xs=xs)
-    if stack.ndim < 2:
-        raise ValueError(f"{op}: xs is one {stack.ndim}-d array; needs a sequence, or a stack of at least 2 dimensions")
+    check_stack(op, stack)
     return list(stack), stack
+
+
+def check_stack(op: str, stack: Any, kind: str = "array") -> None:
+    """Raise ValueError, which begins with op, for one array, or what kind says, that has no arrays along its first axis."""
+    if stack.ndim < 2:
+        raise ValueError(f"{op}: xs is one {stack.ndim}-d {kind}; needs a sequence, or a stack of at least 2 dimensions")
 
 
 class GroupedPlan:
@@ -97,8 +102,7 @@ class GroupedPlan:
     block_amax: for static recipes, None or a sequence of N. op: what errors begin with.
 
     What the methods return equals single calls (fp4kit.quantize, fake_quantize) bit for bit, and is the plan's own: the same
-    arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked
-    arrays.
+    arrays in every call, which overwrites them. On a GPU those of a stacked array are views of stacked arrays.
     A plan keeps its tensors alive and sees what is written into them. It does not follow an array that takes the place of
     another: if an entry of the sequence, or the memory of a PyTorch tensor, is another than when the plan was made, methods raise
     ValueError before any work, and refresh() makes the plan anew. xs of a method: the sequence as it is now, where it is another

@@ -11,7 +11,7 @@ import torch
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.call import check
 from fp4kit.call.parse import check_hadamard
-from fp4kit.ops.grouped_plan import per_tensor
+from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
@@ -154,8 +154,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
     """The tensors of a sequence, or of a stack."""
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
-    if xs.ndim < 2:
-        raise ValueError(f"{op}: xs is one {xs.ndim}-d tensor; needs a sequence, or a stack of at least 2 dimensions")
+    check_stack(op, xs, "tensor")
     return list(xs.unbind(0))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_index, as_mapping, as_word
-from fp4kit.distributed import Communicator
+from fp4kit.distributed import Communicator, check_communicator
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_values import merge
 
@@ -114,8 +114,7 @@ def _wanted(named: Mapping[AmaxName, Any], said: Any, given: Mapping[str, int], 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """The bytes of every rank, in two messages: how many, then all of them."""
-    if not all(hasattr(comm, name) for name in ("rank", "size", "all_gather")):
-        raise TypeError(f"gather: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
+    check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]
     flat = comm.all_gather(np.frombuffer(data, np.uint8).copy(), counts)
     return [part.tobytes() for part in np.split(flat, np.cumsum(counts)[:-1])]

@@ -26,7 +26,7 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call.shards import check_castable, check_shard, square_block
-from fp4kit.distributed import Communicator
+from fp4kit.distributed import Communicator, check_communicator
 from fp4kit.interop import device_name, import_arrays
 from fp4kit.libraries import Home, of_plan
 from fp4kit.recipes import Recipe, recipe_of
@@ -86,8 +86,7 @@ class MasterWeightsPlan:
     def __init__(
         self, shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
     ) -> None:
-        if not all(hasattr(comm, name) for name in ("rank", "size")):
-            raise TypeError(f"cast_master_weights: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.distributed")
+        check_communicator("cast_master_weights", comm)
         with refusing(comm):
             shards = as_entries("cast_master_weights", "shards", shards)
             self._comm, self._home = comm, Home([getattr(s, "values", None) for s in shards])

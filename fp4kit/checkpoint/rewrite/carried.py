@@ -31,7 +31,11 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 def is_exact(weight: Weight, slab: Slab) -> bool:
     """Whether all scales of a slab are powers of two that E8M0 has."""
     assert slab.scales is not None
-    return bool((_exponent_codes(slab.scales) >= 0).all())
+    return _are_exact(slab.scales)
+
+
+def _are_exact(scales: np.ndarray) -> bool:
+    return bool((_exponent_codes(scales) >= 0).all())
 
 
 def check(weights: Iterable[Weight]) -> None:
@@ -39,7 +43,7 @@ def check(weights: Iterable[Weight]) -> None:
     with Readers() as readers:
         for weight in weights:
             scales = readers.array(weight.parts[SCALES])
-            if (_exponent_codes(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales) < 0).any():
+            if not _are_exact(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales):
                 raise refused(weight.tensor)
 
 
