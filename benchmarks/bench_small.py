@@ -48,7 +48,7 @@ def run(bench: Bench) -> None:
     from_child(bench)
 
 
-def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool]]:
+def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]]:
     """Name, recipe, call, and whether it may take as long as both ways."""
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         out = fp4kit.quantize(x, recipe)
@@ -63,11 +63,16 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool]]:
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Rows of all calls, on x of a library."""
+    """Rows of all calls, on x of a library; of torch's, beside an operation of its own, which tells how fast the host was."""
     shown = bench.normal(BF16, SHAPE)  # x as NumPy names its dtype
-    for name, recipe, call, slow in calls(x):
-        wanted = COLUMNS_US if slow else target_us
-        bench.row(f"{name}, 64 x 4096 of {library}", recipe, shown, NO_BYTES, call, kind="host", target_us=wanted)
+    rows = list(calls(x))
+    if library == "torch":
+        rows.insert(0, ("x * 2 of PyTorch", "", lambda: x * 2, None))
+    times = bench.host_times([call for _, _, call, _ in rows])
+    for (name, recipe, call, slow), timed in zip(rows, times, strict=True):
+        wanted = None if slow is None else COLUMNS_US if slow else target_us
+        label = f"{name}, 64 x 4096" + f" of {library}" * (slow is not None)
+        bench.row(label, recipe, shown, NO_BYTES, call, kind="host", timed=timed, target_us=wanted)
 
 
 def from_child(bench: Bench) -> None:
@@ -87,14 +92,13 @@ def print_in_torch(repeat: int) -> None:
 
 
 def in_torch(bench: Bench) -> None:
-    """The same on a tensor, and an operation of PyTorch itself, which tells how fast the host was."""
+    """The same on a tensor."""
     try:
         import torch
     except ImportError:
         return
     x = bench.normal(BF16, SHAPE)
     t = torch.from_dlpack(x.view("i2")).view(torch.bfloat16).clone()
-    bench.row("x * 2 of PyTorch, 64 x 4096", "", x, NO_BYTES, lambda: t * 2, kind="host")
     host_times(bench, t, "torch", TORCH_US)
 
 

@@ -163,16 +163,26 @@ class Bench:
         stream.synchronize()
         return Time(found.us / SMALL_CALLS, found.spread / SMALL_CALLS)
 
-    def host_time(self, call: Call, batch: int = 200) -> Time:
-        """Time until a call returns, on the host; the device is idle when a batch begins."""
-        times = []
-        for _ in range(self.repeat + 1):
-            self.cupy.cuda.Device().synchronize()
-            start = time.perf_counter()
-            for _ in range(batch):
+    def host_time(self, call: Call) -> Time:
+        """Time until a call returns, on the host."""
+        return self.host_times([call])[0]
+
+    def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
+        """The same of several calls, which take turns; the device is idle when a batch begins.
+
+        The least of the batches, as timeit has it: on a host that others share, x * 2 of PyTorch takes 7.5 us now and 11.5 a
+        second later, and so does everything else.
+        """
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(2 * self.repeat):
+            for call, found in zip(calls, times, strict=True):
                 call()
-            times.append((time.perf_counter() - start) * 1e6 / batch)
-        return Time(statistics.median(times[1:]), max(times[1:]) - min(times[1:]))
+                self.cupy.cuda.Device().synchronize()
+                start = time.perf_counter()
+                for _ in range(batch):
+                    call()
+                found.append((time.perf_counter() - start) * 1e6 / batch)
+        return [Time(min(found), max(found) - min(found)) for found in times]
 
     def copy_us(self, nbytes: int) -> float:
         """Time of a device-to-device copy that reads and writes nbytes together, measured once in a run."""
@@ -190,24 +200,24 @@ class Bench:
         *calls: Call,
         kind: str = "kernel",
         peers: Mapping[str, Call] | None = None,
+        timed: Time | None = None,
         **targets: Any,
     ) -> Row:
         """Time calls on x (an array, or anything with shape and dtype: n = elements of the shape), print the row and keep it.
 
-        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed.
+        kind: see Row. peers: {name: call}, timed alike; one that raises is recorded as failed. timed: what they took, if known.
         targets: target, target_us, beside.
         """
-        timed = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
+        measure = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
         n = prod(x.shape)
         nbytes = traffic_bytes(traffic, n)
-        row = Row(
-            operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *timed(*calls), kind, **targets
-        )
+        found = measure(*calls) if timed is None else timed
+        row = Row(operation, recipe, np.dtype(x.dtype).name, tuple(x.shape), formula(traffic), nbytes, *found, kind, **targets)
         if kind == "kernel":
             row.copy_us = self.copy_us(nbytes)
         for name, call in (peers or {}).items() if self.peers else ():
             try:
-                row.peers[name] = timed(call).us
+                row.peers[name] = measure(call).us
             except Exception as error:
                 row.failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"[:160]
         self.rows.append(row)
