@@ -126,11 +126,9 @@ struct Encoder {
 
   bool unit(Part part) const {
     const View<Bits> x = view<In>(call.x, part);
-    for (i64 i = 0; i < part.rows; i += call.block_rows) {
-      const i64 rows = minimum<i64>(call.block_rows, part.rows - i);
-      if (!panel({x.data + i * x.step, x.step}, {part.row + i, rows, part.column, part.columns})) return false;
-    }
-    return true;
+    return each_panel(part, call.block, call.block_rows, [&](Part of) {
+      return panel({x.data + of.row * x.step + of.column, x.step}, {part.row + of.row, of.rows, part.column + of.column, of.columns});
+    });
   }
 };
 

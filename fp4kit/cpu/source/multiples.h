@@ -115,12 +115,10 @@ struct Multiples {
 
   bool unit(const Part& part) const {
     const View<Bits> x = view<In>(call.x, part);
-    for (i64 i = 0; i < part.rows; ++i) {
-      const i64 row = part.row + i;
-      float* out = call.out + row * call.out_step + part.column / call.block;
-      if (!choose(x.data + i * x.step, row, part.columns / call.block, out)) return false;
-    }
-    return true;
+    return each_panel(part, call.block, 1, [&](Part of) {
+      float* out = call.out + (part.row + of.row) * call.out_step + (part.column + of.column) / call.block;
+      return choose(x.data + of.row * x.step + of.column, part.row + of.row, of.columns / call.block, out);
+    });
   }
 };
 

@@ -29,14 +29,15 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
       const View<Bits> x = view<In>(call->x, part);
       u32 most = 0;
       if (!call->out) most = largest_of<In>(x, part.rows, part.columns);
-      for (i64 i = 0; call->out && i < part.rows; i += call->block_rows) {
+      else each_panel(part, call->block, call->block_rows, [&](Part of) {
         u32 found[kMostBlocks];
-        const i64 rows = minimum<i64>(call->block_rows, part.rows - i), blocks = part.columns / call->block;
-        float* out = call->out + (part.row + i) / call->block_rows * call->out_step + part.column / call->block;
-        block_magnitudes<In>(View<Bits>{x.data + i * x.step, x.step}, rows, blocks, call->block, found);
+        const i64 blocks = of.columns / call->block;
+        float* out = call->out + (part.row + of.row) / call->block_rows * call->out_step + (part.column + of.column) / call->block;
+        block_magnitudes<In>(View<Bits>{x.data + of.row * x.step + of.column, x.step}, of.rows, blocks, call->block, found);
         for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
         for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
-      }
+        return true;
+      });
       u32 seen = all.load(std::memory_order_relaxed);
       while (most > seen && !all.compare_exchange_weak(seen, most)) {
       }
