@@ -82,3 +82,27 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
     for (int j = 0; j < kRows; ++j) to[j * to_step + i] = from[i * from_step + j];
 #endif
 }
+
+// Two neighbours in memory, each as an integer of 32 bits.
+static __forceinline__ void load_two(const u32* from, u32& low, u32& high) { low = from[0], high = from[1]; }
+static __forceinline__ void load_two(const u16* from, u32& low, u32& high) {
+  u32 both;
+  std::memcpy(&both, from, 4);
+  low = both & 0xFFFFu, high = both >> 16;
+}
+
+// Integers of 32 bits that fit fewer, in fewer.
+template <class Narrow, int kCount>
+static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
+#if defined(__AVX512F__)  // one instruction, which a compiler does not find in a loop
+  typedef u32 Wide __attribute__((vector_size(4 * kCount)));
+  typedef Narrow Thin __attribute__((vector_size(sizeof(Narrow) * kCount)));
+  Wide wide;
+  std::memcpy(&wide, from, sizeof wide);
+  const Thin narrow = __builtin_convertvector(wide, Thin);
+#else
+  Narrow narrow[kCount];
+  for (int i = 0; i < kCount; ++i) narrow[i] = static_cast<Narrow>(from[i]);
+#endif
+  std::memcpy(to, &narrow, sizeof narrow);
+}

@@ -57,25 +57,26 @@ struct Encoder {
     return all < Input<In>::kInfinity;
   }
 
-  // A factor for each element of blocks, false where one is of no use.
-  bool spread(float* by_block, i64 count, float* factors) const {
+  // The factors of runs, from those of blocks; nullptr where one is of no use.
+  const float* spread(float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
     for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(!element.by_zero & (by_block[b] == 0.0f));
     if (element.flushes)
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
-    const i64 grain = grain_of(call.block);
-    (grain == 16 ? spread_blocks<16> : spread_blocks<32>)(by_block, count, call.block / grain, factors);
-    return bad == 0;
+    const i64 runs = call.block / kRun;
+    if (bad || runs == 1) return bad ? nullptr : by_block;
+    for (i64 b = 0; b < count; ++b)
+      for (i64 i = 0; i < runs; ++i) factors[b * runs + i] = by_block[b];
+    return factors;
   }
 
-  // Codes of a row, packed as they are stored.
+  // Codes of a row, as they are stored.
   void put_codes(const Bits* x, const Part& part, i64 row, const float* factors) const {
-    u8 codes[kWidth], stream[kWidth + 32];
+    u8 stream[kWidth + 32];
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
     if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
     u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
-    encode(x, factors, tensor(row).encode, part.columns, random, element.four ? codes : out);
-    if (element.four) pack_codes(codes, part.columns, out);
+    encode(x, factors, tensor(row).encode, part.columns, random, out);
   }
 
   // The factors of elements whose blocks have no scales: those that are given, or the tensor's.
@@ -103,7 +104,7 @@ struct Encoder {
 
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
-    float amax[kMostBlocks], by_block[kMostBlocks], factors[kWidth];
+    float amax[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks];
     u8 codes[kMostBlocks];
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 given = part.row / call.block_rows * call.block_step + first;
@@ -117,7 +118,8 @@ struct Encoder {
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
     }
-    if (!spread(by_block, count, factors)) return false;
+    const float* factors = spread(by_block, count, by_run);
+    if (!factors) return false;
     if (element.then && !is_finite(tensor(part.row).encode)) return false;
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
     if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, amax, count);
