@@ -74,7 +74,7 @@ class Shape(NamedTuple):
         """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache."""
         M, K = x.shape
         step = lcm(block, GRAIN)
-        width = max(min(TILE_COLUMNS if gathered else max(UNIT // block_rows, WIDTH), K) // step, 1) * step
+        width = max(min(TILE_COLUMNS if gathered else max(2 * UNIT // block_rows, WIDTH) if block_rows > 1 else UNIT, K) // step, 1) * step
         high = -(-TILE_ROWS // block_rows) if gathered else max(UNIT // (min(width, K) * block_rows), 1)
         return cls(M, K, high * block_rows, width)
 

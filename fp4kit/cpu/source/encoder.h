@@ -65,8 +65,10 @@ struct Encoder {
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
     const i64 runs = call.block / kRun;
     if (bad || runs == 1) return bad ? nullptr : by_block;
-    for (i64 b = 0; b < count; ++b)
-      for (i64 i = 0; i < runs; ++i) factors[b * runs + i] = by_block[b];
+    if (runs == 2)
+      for (i64 b = 0; b < count; ++b) factors[2 * b] = factors[2 * b + 1] = by_block[b];
+    else
+      for (i64 i = 0; i < count * runs; ++i) factors[i] = by_block[i / runs];
     return factors;
   }
 
@@ -128,6 +130,7 @@ struct Encoder {
 
   bool unit(Part part) const {
     const View<Bits> x = view<In>(call.x, part);
+    if (call.block_rows > 1) touch(x, part.rows, part.columns);
     return each_panel(part, call.block, call.block_rows, [&](Part of) {
       return panel({x.data + of.row * x.step + of.column, x.step}, {part.row + of.row, of.rows, part.column + of.column, of.columns});
     });
