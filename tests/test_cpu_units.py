@@ -44,7 +44,7 @@ def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
     shape = Shape.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
-    assert shape.width <= max(matrix.UNIT // block_rows, 2048)
+    assert shape.width <= max((1 + (block_rows > 1)) * matrix.UNIT // block_rows, 2048)
     for part in shape.parts():
         units = list(shape.units(*part))
         assert len(units) == shape.number(*part)

@@ -92,6 +92,7 @@ bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
     if (call.tensor_step) return find_rows<In>(call, rule, found);
+    // Blocks do not count here: rows are read as they lie.
     const i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
     const AmaxCall find{call.x, nullptr, 0, height, width, call.input, call.block, call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
