@@ -72,7 +72,7 @@ def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays have many units, calls of the library, pieces and threads."""
     for module in (matrix, dequantize):
         monkeypatch.setattr(module, "UNIT", 64)
-        monkeypatch.setattr(module, "WIDTH", 128)  # the longest block
+    monkeypatch.setattr(matrix, "WIDTH", 128)  # the longest block
     monkeypatch.setattr(matrix, "TILE_COLUMNS", 32)
     monkeypatch.setattr(matrix, "TILE_ROWS", 4)
     for module in (matrix, native):

@@ -18,6 +18,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE
+PANELS = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te")
 FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "mxfp8-te-2d", "int8-modelopt-channel", "nvfp4-te-rowscaled")
 
 
@@ -38,12 +39,12 @@ def small_units(monkeypatch):
 @pytest.mark.parametrize("block, block_rows", [(16, 1), (16, 16), (32, 1), (32, 32), (32, 2), (96, 1), (1024, 1), (2048, 3)])
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
 def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
-    """And are whole blocks, but for the last rows; no wider than the library's room for a row of codes."""
+    """And are whole blocks, but for the last rows; of no more elements than a unit, or one row of panels, has."""
     monkeypatch.setattr(matrix, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
     shape = Shape.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
-    assert shape.width <= 2048
+    assert shape.width <= max((1 + (block_rows > 1)) * matrix.UNIT // block_rows, 2048)
     for part in shape.parts():
         units = list(shape.units(*part))
         assert len(units) == shape.number(*part)
@@ -52,6 +53,21 @@ def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
             assert rows.start % block_rows == 0 and columns.start % block == 0
             assert columns.stop % block == 0 and (rows.stop % block_rows == 0 or rows.stop == M)
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[::3]))))
+def test_rows_of_several_panels(name, dtype):
+    """A panel has 2048 columns at most; the last one, here, fewer. An infinity stands in the second."""
+    x = ordinary(8, (20, 2 * 2048 + 128), dtype)
+    for special in (False, True):
+        if special:
+            x[7, 2049] = np.inf
+        q = agree(fp4kit.quantize, x, name)
+        agree(fp4kit.dequantize, q)
+        agree(fp4kit.fake_quantize, x, name)
+        agree(fp4kit.amax, x, name)
+        agree(fp4kit.quantize, x, name, rounding="stochastic", seed=3) if name in STOCHASTIC else None
 
 
 # ---- small units ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.keys import WIDTH, decode_key
+from fp4kit.cpu.keys import decode_key
 from fp4kit.cpu.matrix import INPUTS, UNIT, Shape, address, blocks_of, bytes_of
 from fp4kit.cpu.native import DecodeCall, functions, threads_for
 from fp4kit.quantized import Quantized
@@ -104,7 +104,7 @@ def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: in
     """A call for a matrix of values under one tensor scale, without addresses. scales_step: None without block scales."""
     M, K = values.shape
     block = r.block_size if r.block else max(K, 1)
-    width = max(min(max(WIDTH // block, 1) * block, K), 1)
+    width = max(min(max(UNIT // block, 1) * block, K), 1)
     return DecodeCall(
         rows=M, columns=K, packed_step=packed_step, scales_step=scales_step or 0, out_step=values.strides[0] // values.itemsize,
         height=max(UNIT // width, 1), width=width, tables_from=TABLES_FROM, decoder=decoder_of(r, values.dtype),

@@ -71,10 +71,14 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Shape:
-        """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache."""
+        """For whole blocks; gathered: elements are brought together first, in tiles that fill lines of the cache.
+
+        Others are read row by row: of rows in pieces of half a page, a processor reads nothing ahead, and takes twice the time.
+        """
         M, K = x.shape
         step = lcm(block, GRAIN)
-        width = max(min(TILE_COLUMNS if gathered else WIDTH, K) // step, 1) * step
+        most = UNIT if block_rows == 1 else max(2 * UNIT // block_rows, WIDTH)
+        width = max(min(TILE_COLUMNS if gathered else most, K) // step, 1) * step
         high = -(-TILE_ROWS // block_rows) if gathered else max(UNIT // (min(width, K) * block_rows), 1)
         return cls(M, K, high * block_rows, width)
 

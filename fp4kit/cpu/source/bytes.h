@@ -3,8 +3,8 @@
 
 #include "host.h"
 
-#if defined(__SSSE3__)
-#include <tmmintrin.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -80,5 +80,43 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #else
   for (int i = 0; i < kRows; ++i)
     for (int j = 0; j < kRows; ++j) to[j * to_step + i] = from[i * from_step + j];
+#endif
+}
+
+// Two neighbours in memory, each as an integer of 32 bits.
+static __forceinline__ void load_two(const u32* from, u32& low, u32& high) { low = from[0], high = from[1]; }
+static __forceinline__ void load_two(const u16* from, u32& low, u32& high) {
+  u32 both;
+  std::memcpy(&both, from, 4);
+  low = both & 0xFFFFu, high = both >> 16;
+}
+
+// Sixteen integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said.
+template <class Narrow>
+static __forceinline__ void store_narrow(const u32 (&from)[16], u8* to) {
+#if defined(__AVX512F__)
+  typedef u32 Wide __attribute__((vector_size(64)));
+  typedef Narrow Thin __attribute__((vector_size(16 * sizeof(Narrow))));
+  Wide wide;
+  std::memcpy(&wide, from, sizeof wide);
+  const Thin narrow = __builtin_convertvector(wide, Thin);
+  std::memcpy(to, &narrow, sizeof narrow);
+#elif defined(__AVX2__)
+  const auto* x = reinterpret_cast<const __m256i*>(from);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 1)), 0xD8);
+  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  if (sizeof(Narrow) == 1) return store(to, _mm_packus_epi16(low, high));
+  store(to, low), store(to + 16, high);
+#elif defined(__SSE2__)
+  const auto* x = reinterpret_cast<const __m128i*>(from);
+  const auto word = [=](int i) { return _mm_srai_epi32(_mm_slli_epi32(_mm_loadu_si128(x + i), 16), 16); };  // packed with its sign
+  const __m128i low = _mm_packs_epi32(word(0), word(1)), high = _mm_packs_epi32(word(2), word(3));
+  auto* out = reinterpret_cast<__m128i*>(to);
+  if (sizeof(Narrow) == 1) return _mm_storeu_si128(out, _mm_packus_epi16(low, high));
+  _mm_storeu_si128(out, low), _mm_storeu_si128(out + 1, high);
+#else
+  Narrow narrow[16];
+  for (int i = 0; i < 16; ++i) narrow[i] = static_cast<Narrow>(from[i]);
+  std::memcpy(to, &narrow, sizeof narrow);
 #endif
 }

@@ -57,25 +57,28 @@ struct Encoder {
     return all < Input<In>::kInfinity;
   }
 
-  // A factor for each element of blocks, false where one is of no use.
-  bool spread(float* by_block, i64 count, float* factors) const {
+  // The factors of runs, from those of blocks; nullptr where one is of no use.
+  const float* spread(float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
     for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(!element.by_zero & (by_block[b] == 0.0f));
     if (element.flushes)
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
-    const i64 grain = grain_of(call.block);
-    (grain == 16 ? spread_blocks<16> : spread_blocks<32>)(by_block, count, call.block / grain, factors);
-    return bad == 0;
+    const i64 runs = call.block / kRun;
+    if (bad || runs == 1) return bad ? nullptr : by_block;
+    if (runs == 2)
+      for (i64 b = 0; b < count; ++b) factors[2 * b] = factors[2 * b + 1] = by_block[b];
+    else
+      for (i64 i = 0; i < count * runs; ++i) factors[i] = by_block[i / runs];
+    return factors;
   }
 
-  // Codes of a row, packed as they are stored.
+  // Codes of a row, as they are stored.
   void put_codes(const Bits* x, const Part& part, i64 row, const float* factors) const {
-    u8 codes[kWidth], stream[kWidth + 32];
+    u8 stream[kWidth + 32];
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
     if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
     u8* out = call.packed + row * call.packed_step + (element.four ? part.column / 2 : part.column);
-    encode(x, factors, tensor(row).encode, part.columns, random, element.four ? codes : out);
-    if (element.four) pack_codes(codes, part.columns, out);
+    encode(x, factors, tensor(row).encode, part.columns, random, out);
   }
 
   // The factors of elements whose blocks have no scales: those that are given, or the tensor's.
@@ -103,7 +106,7 @@ struct Encoder {
 
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
-    float amax[kMostBlocks], by_block[kMostBlocks], factors[kWidth];
+    float amax[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks];
     u8 codes[kMostBlocks];
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 given = part.row / call.block_rows * call.block_step + first;
@@ -117,7 +120,8 @@ struct Encoder {
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
     }
-    if (!spread(by_block, count, factors)) return false;
+    const float* factors = spread(by_block, count, by_run);
+    if (!factors) return false;
     if (element.then && !is_finite(tensor(part.row).encode)) return false;
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
     if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, amax, count);
@@ -126,11 +130,10 @@ struct Encoder {
 
   bool unit(Part part) const {
     const View<Bits> x = view<In>(call.x, part);
-    for (i64 i = 0; i < part.rows; i += call.block_rows) {
-      const i64 rows = minimum<i64>(call.block_rows, part.rows - i);
-      if (!panel({x.data + i * x.step, x.step}, {part.row + i, rows, part.column, part.columns})) return false;
-    }
-    return true;
+    if (call.block_rows > 1) touch(x, part.rows, part.columns);
+    return each_panel(part, call.block, call.block_rows, [&](Part of) {
+      return panel({x.data + of.row * x.step + of.column, x.step}, {part.row + of.row, of.rows, part.column + of.column, of.columns});
+    });
   }
 };
 

@@ -63,19 +63,18 @@ struct Multiples {
   };
 
   bool measure(Tried& tried, i64 row) const {
-    float factors[kWidth], values[kWidth];
-    u8 codes[kWidth], packed[kWidth];
+    float factors[kMostBlocks], values[kWidth];
+    u8 codes[kWidth];
     const i64 count = tried.count * call.block;
     for (i64 i = 0; i < tried.count; ++i) {
       float& by = tried.factors[i];
       if (!is_finite(by) || (!element.by_zero && by == 0.0f)) return false;
       if (element.flushes) by = flush(by);
     }
-    (call.block == 16 ? spread_blocks<16> : spread_blocks<32>)(tried.factors, tried.count, 1, factors);
-    element.encodes[0][call.input](tried.x, factors, tensor(row).encode, count, nullptr, element.four ? codes : packed);
-    if (element.four) pack_codes(codes, count, packed);
+    for (i64 i = 0; i < count / kRun; ++i) factors[i] = tried.factors[i * kRun / call.block];
+    element.encodes[0][call.input](tried.x, factors, tensor(row).encode, count, nullptr, codes);
     const TensorScales tensors{call.encode, call.decode, call.amax, call.tensor_step, 0};
-    if (!decoder.rows[kFloat32](packed, tried.scales, count, call.block, tables, tensors, row, 0, values)) return false;
+    if (!decoder.rows[kFloat32](codes, tried.scales, count, call.block, tables, tensors, row, 0, values)) return false;
     (call.block == 16 ? put_errors<In, 16> : put_errors<In, 32>)(tried.x, values, tried.count, tried.errors);
     return true;
   }
@@ -115,12 +114,10 @@ struct Multiples {
 
   bool unit(const Part& part) const {
     const View<Bits> x = view<In>(call.x, part);
-    for (i64 i = 0; i < part.rows; ++i) {
-      const i64 row = part.row + i;
-      float* out = call.out + row * call.out_step + part.column / call.block;
-      if (!choose(x.data + i * x.step, row, part.columns / call.block, out)) return false;
-    }
-    return true;
+    return each_panel(part, call.block, 1, [&](Part of) {
+      float* out = call.out + (part.row + of.row) * call.out_step + (part.column + of.column) / call.block;
+      return choose(x.data + of.row * x.step + of.column, part.row + of.row, of.columns / call.block, out);
+    });
   }
 };
 

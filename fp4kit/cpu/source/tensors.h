@@ -29,14 +29,15 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
       const View<Bits> x = view<In>(call->x, part);
       u32 most = 0;
       if (!call->out) most = largest_of<In>(x, part.rows, part.columns);
-      for (i64 i = 0; call->out && i < part.rows; i += call->block_rows) {
+      else each_panel(part, call->block, call->block_rows, [&](Part of) {
         u32 found[kMostBlocks];
-        const i64 rows = minimum<i64>(call->block_rows, part.rows - i), blocks = part.columns / call->block;
-        float* out = call->out + (part.row + i) / call->block_rows * call->out_step + part.column / call->block;
-        block_magnitudes<In>(View<Bits>{x.data + i * x.step, x.step}, rows, blocks, call->block, found);
+        const i64 blocks = of.columns / call->block;
+        float* out = call->out + (part.row + of.row) / call->block_rows * call->out_step + (part.column + of.column) / call->block;
+        block_magnitudes<In>(View<Bits>{x.data + of.row * x.step + of.column, x.step}, of.rows, blocks, call->block, found);
         for (i64 b = 0; b < blocks; ++b) most = found[b] > most ? found[b] : most;
         for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(found[b]));
-      }
+        return true;
+      });
       u32 seen = all.load(std::memory_order_relaxed);
       while (most > seen && !all.compare_exchange_weak(seen, most)) {
       }
@@ -91,7 +92,9 @@ bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
     if (call.tensor_step) return find_rows<In>(call, rule, found);
-    const AmaxCall find{call.x, nullptr, 0, call.height, call.width, call.input, call.block, call.block_rows, call.threads};
+    // Blocks do not count here: rows are read as they lie.
+    const i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
+    const AmaxCall find{call.x, nullptr, 0, height, width, call.input, call.block, call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
     found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));

@@ -57,6 +57,25 @@ View<Bits> view(const Source& x, const Part& part) {
   return {copy, part.columns};
 }
 
+// Brings rows into the cache in the order of memory, where they are then read a panel at a time.
+template <class Bits>
+void touch(View<Bits> x, i64 rows, i64 columns) {
+  u32 seen = 0;
+  for (i64 i = 0; i < rows; ++i)
+    for (i64 j = 0; j < columns; j += 64 / sizeof(Bits)) seen |= x.data[i * x.step + j];
+  asm volatile("" : : "r"(seen));
+}
+
+// The panels of a part, in the order of memory: some rows that share blocks, and kWidth columns at most. False as soon as work is.
+template <class Work>
+bool each_panel(const Part& part, i64 block, i64 block_rows, Work work) {
+  const i64 width = kWidth / block * block;
+  for (i64 i = 0; i < part.rows; i += block_rows)
+    for (i64 j = 0; j < part.columns; j += width)
+      if (!work(Part{i, minimum(block_rows, part.rows - i), j, minimum(width, part.columns - j)})) return false;
+  return true;
+}
+
 // Magnitudes of the blocks of some rows that share theirs, as integers.
 template <class In, class Bits>
 void block_magnitudes(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
