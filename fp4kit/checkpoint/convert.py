@@ -6,8 +6,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint import jobs, mlx, staging
+from fp4kit.checkpoint.ahead import ReadingAhead
 from fp4kit.checkpoint.execution import calls_ahead, executor_of, run_all, start_devices
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
@@ -23,7 +23,7 @@ from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_fac
 from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.planned import jobs_of
-from fp4kit.checkpoint.reading import SLAB_BYTES, reading_ahead
+from fp4kit.checkpoint.reading import SLAB_BYTES
 from fp4kit.checkpoint.rewrite import carried
 from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
@@ -156,8 +156,15 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
-    with reading_ahead(plan.source.files) if options.devices else nullcontext():
-        start_devices(options.devices, options.executor)
+    if options.devices and options.executor is None:
+        with ReadingAhead(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
+            start_devices(options.devices, options.executor)
+            return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
+    return ConversionReport(plan, target, _execute(plan, target, options))
+
+
+def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
+    """Run a plan into a partial directory, which gets its name; gives what was done."""
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = plan.shards[0].name if plan.is_file else None
@@ -166,7 +173,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         done = _Run(plan, stage.folder.absolute(), options, journal).run()
         if key_of(plan.source, plan.request) != key:
             raise CheckpointError(f"{plan.source.root}: changed while it was converted; run again when nothing writes to it")
-    return ConversionReport(plan, target, done)
+    return done
 
 
 def _check_planned(plan: Plan) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import lcm, prod
-from pathlib import Path
-from threading import Event, Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,37 +17,7 @@ from fp4kit.layouts import unpack_gguf
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
-AHEAD, READERS = 8 << 20, 8  # bytes that are read at a time before they are needed, and by how many threads
 WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
-
-
-@contextmanager
-def reading_ahead(files: Iterable[SafetensorsFile]) -> Iterator[None]:
-    """Files are read into the page cache, from the first on, while something else starts; no longer than that takes.
-
-    By several threads, so that a disk has as much to do as in the run that follows.
-    """
-    pieces = deque((file.path, start) for file in files for start in range(0, file.size, AHEAD))
-    stopped = Event()
-    threads = [Thread(target=_read_ahead, args=(pieces, stopped), daemon=True) for _ in range(READERS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join()
-
-
-def _read_ahead(pieces: deque[tuple[Path, int]], stopped: Event) -> None:
-    buffer = memoryview(bytearray(AHEAD))
-    while pieces and not stopped.is_set():
-        with suppress(OSError, IndexError):  # whoever needs the bytes will say so; another thread took the last piece
-            path, start = pieces.popleft()
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-                file.seek(start)
-                file.readinto(buffer)
 
 
 class Readers:

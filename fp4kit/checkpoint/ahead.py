@@ -1,0 +1,66 @@
+"""Files read into the page cache before a run needs them: while a GPU starts, which takes seconds, and while it works."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import accumulate
+from threading import Event, Lock, Thread
+
+from fp4kit.storage.safetensors_file import SafetensorsFile
+
+PIECE, READERS = 8 << 20, 8  # bytes that are read at a time, and by how many threads, so that a disk has as much to do as it can
+WINDOW = 4 << 30  # of them that are there before they are needed, at most; and no more than a part of the memory
+_PART = 8
+
+
+class ReadingAhead:
+    """Reads files, from the first on, until the with statement ends; on entry gives what the run is to call with the bytes it has read.
+
+    total: bytes that the run reads, which may be more than the files have: what is measured first is read twice.
+    """
+
+    def __init__(self, files: Iterable[SafetensorsFile], total: int, progress: Callable[[int], None]) -> None:
+        found = list(files)
+        ends = list(accumulate((file.size for file in found), initial=0))
+        self._pieces = deque(
+            (file.path, at, before + at) for file, before in zip(found, ends, strict=False) for at in range(0, file.size, PIECE)
+        )
+        self._size, self._total, self._progress = ends[-1], total, progress
+        self._window = min(WINDOW, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _PART)
+        self._done, self._lock, self._stopped = 0, Lock(), Event()
+        self._threads = [Thread(target=self._read, daemon=True) for _ in range(READERS)]
+
+    def __enter__(self) -> Callable[[int], None]:
+        for thread in self._threads:
+            thread.start()
+        return self._tick
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _tick(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+        self._progress(count)
+
+    def _read(self) -> None:
+        buffer = memoryview(bytearray(PIECE))
+        while self._pieces and not self._stopped.is_set():
+            with suppress(OSError, IndexError):  # whoever needs the bytes will say so; another thread took the last piece
+                path, at, place = self._pieces.popleft()
+                while place - self._reached() > self._window and not self._stopped.wait(0.01):
+                    pass
+                if place + PIECE <= self._reached() or self._stopped.is_set():
+                    continue  # the run has been there
+                with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+                    file.seek(at)
+                    file.readinto(buffer)
+
+    def _reached(self) -> float:
+        """About the place in the files that the run has come to."""
+        return self._size * self._done / max(self._total, 1)
