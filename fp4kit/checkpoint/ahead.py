@@ -17,7 +17,7 @@ _PART = 8
 
 
 class ReadingAhead:
-    """Reads files, from the first on, until the with statement ends; on entry gives what the run is to call with the bytes it has read.
+    """Reads files, from the first on, until the with statement ends; gives what the run is to call with the bytes it has read.
 
     total: bytes that the run reads, which may be more than the files have: what is measured first is read twice.
     """
