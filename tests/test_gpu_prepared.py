@@ -1,5 +1,8 @@
 """Prepared calls along columns, both ways, of square blocks, and those that move codes and scales: the bits of the full way."""
 
+from operator import attrgetter
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from on_gpu import ON_GPU, assert_same, blocks, cupy
 import fp4kit
 from fp4kit.call import repeat
 from fp4kit.cuda import engine
+from fp4kit.cuda.memory import _array_at
 
 pytestmark = ON_GPU
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -145,3 +149,38 @@ def test_a_quantized_moves_to_the_gpu_and_back():
     there = q.to("cuda")
     assert_same(there, q)
     assert there.to("cupy") is there and there.to("cuda:0") is there and there.to("cpu").equals(q) and q.to("cupy").equals(there)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])
+def test_new_arrays_are_such_as_cupy_makes(shape, dtype):
+    """They keep their part of the memory, and nothing tells them from others."""
+    memory, dtype = cupy.cuda.alloc(4096), np.dtype(dtype)
+    array, expected = _array_at(cupy)(shape, dtype, memory + 512), cupy.ndarray(shape, dtype, memory + 512)
+    for name in ("shape", "dtype", "strides", "size", "nbytes", "ndim", "data.ptr", "base", "flags.c_contiguous", "flags.owndata"):
+        assert attrgetter(name)(array) == attrgetter(name)(expected), name
+    assert type(array) is cupy.ndarray
+    array[...] = 3
+    del memory, expected
+    assert (cupy.asnumpy(array.copy()) == 3).all() and array.sum() == 3 * array.size
+
+
+@pytest.mark.parametrize("change", ["none", "fails", "another shape"])
+def test_another_cupy_makes_its_arrays_itself(change):
+    """The short way is one of CuPy's own making: where it is not there, or comes to something else, it is not gone."""
+
+    class Base:
+        pass
+
+    class Array(Base):
+        def __init__(self, shape, dtype, memory):
+            self.shape, self.dtype, self.strides, self.size, self.nbytes, self.base = shape, dtype, (), 0, 0, None
+            self.flags, self.data = SimpleNamespace(c_contiguous=True), SimpleNamespace(ptr=memory, device_id=0)
+
+    if change == "fails":
+        Base._init = lambda self: None
+    if change == "another shape":
+        Base._init = lambda self, shape, dtype, memory: Array.__init__(self, (*shape, 1), dtype, memory)
+    other = SimpleNamespace(ndarray=Array, cuda=SimpleNamespace(alloc=lambda size: 0))
+    assert _array_at(other) is Array
+    Base._init = Array.__init__
+    assert _array_at(other) is not Array

@@ -11,7 +11,8 @@ from threading import Event, Lock, Thread
 
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
-PIECE, READERS = 8 << 20, 8  # bytes that are read at a time, and by how many threads, so that a disk has as much to do as it can
+PIECE, READERS = 64 << 20, 8  # bytes that a thread reads in their order, and how many threads: a disk has as much to do as it can
+STEP = 8 << 20  # of them, at a time
 WINDOW = 4 << 30  # of them that are there before they are needed, at most; and no more than a part of the memory
 _PART = 8
 
@@ -49,17 +50,21 @@ class ReadingAhead:
         self._progress(count)
 
     def _read(self) -> None:
-        buffer = memoryview(bytearray(PIECE))
+        buffer = bytearray(STEP)
         while self._pieces and not self._stopped.is_set():
             with suppress(OSError, IndexError):  # whoever needs the bytes will say so; another thread took the last piece
                 path, at, place = self._pieces.popleft()
                 while place - self._reached() > self._window and not self._stopped.wait(0.01):
                     pass
-                if place + PIECE <= self._reached() or self._stopped.is_set():
-                    continue  # the run has been there
                 with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-                    file.seek(at)
-                    file.readinto(buffer)
+                    for step in range(0, PIECE, STEP):
+                        if self._stopped.is_set():
+                            return
+                        if place + step + STEP <= self._reached():
+                            continue  # the run has been there
+                        file.seek(at + step)
+                        if not file.readinto(buffer):
+                            break
 
     def _reached(self) -> float:
         """About the place in the files that the run has come to."""

@@ -62,7 +62,7 @@ def _cupy_maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
         return lambda: [new() for new in make]
     places = [(new.shape, new.dtype, start) for new, start in zip(wanted, accumulate(sizes, initial=0), strict=False)]
     cleared = [i for i, new in enumerate(wanted) if new.zeros]
-    allocate, array, size = cupy.cuda.alloc, cupy.ndarray, sum(sizes)
+    allocate, array, size = cupy.cuda.alloc, _array_at(cupy), sum(sizes)
 
     def shared() -> list[Any]:
         memory = allocate(size)
@@ -72,6 +72,28 @@ def _cupy_maker(wanted: Sequence[New]) -> Callable[[], list[Any]]:
         return made
 
     return shared
+
+
+def _array_at(cupy: Any) -> Callable[..., Any]:
+    """What cupy.ndarray(shape, dtype, memory) does, without its __new__ and __init__ of Python where that comes to the same."""
+    kind = cupy.ndarray
+    new = kind.__mro__[1].__new__
+
+    def array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
+        made = new(kind)
+        made._init(shape, dtype, memory)
+        return made
+
+    memory = cupy.cuda.alloc(_APART) + 8
+    facts = attrgetter("shape", "dtype", "strides", "size", "nbytes", "flags.c_contiguous", "data.ptr", "data.device_id", "base")
+    for shape, dtype in (((2, 3), FLOAT32), ((), UINT8)):
+        try:
+            made = array(shape, dtype, memory)
+            if type(made) is not kind or facts(made) != facts(kind(shape, dtype, memory)):
+                return kind
+        except (AttributeError, TypeError, ValueError):
+            return kind
+    return array
 
 
 @cache

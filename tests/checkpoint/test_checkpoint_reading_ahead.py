@@ -28,10 +28,14 @@ def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.T
     return begun
 
 
+@pytest.mark.parametrize("piece", [64, 256])
 @pytest.mark.parametrize(("stop_at", "read"), [(None, "aaaabbbbccc"), ("b", "aaaab"), ("a", "a")])
-def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str) -> None:
+def test_files_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
+) -> None:
     """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
-    monkeypatch.setattr(ahead, "PIECE", 64)
+    monkeypatch.setattr(ahead, "PIECE", piece)
+    monkeypatch.setattr(ahead, "STEP", 64)
     monkeypatch.setattr(ahead, "READERS", 1)
     stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
 
@@ -41,7 +45,8 @@ def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
             if path.name == stop_at:
                 stopped.set()
             count = super().readinto(buffer)
-            found.append((path.name, start, count))
+            if count:
+                found.append((path.name, start, count))
             return count
 
     for name, size in bytes_of.items():
@@ -60,6 +65,7 @@ def test_files_are_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, s
 def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
     monkeypatch.setattr(ahead, "PIECE", 64)
+    monkeypatch.setattr(ahead, "STEP", 64)
     taken, lock = [], threading.Lock()
 
     def read(descriptor: int, mode: str, buffering: int) -> io.FileIO:
@@ -81,6 +87,7 @@ def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run comes on, by the share of what it reads; what it has passed is not read any more."""
     monkeypatch.setattr(ahead, "PIECE", 64)
+    monkeypatch.setattr(ahead, "STEP", 64)
     monkeypatch.setattr(ahead, "READERS", 1)
     monkeypatch.setattr(ahead, "WINDOW", 640)
     begun: list[int] = []
