@@ -163,6 +163,12 @@ inline unsigned atomicMax(unsigned* at, unsigned value) {
   return old;
 }
 
+inline unsigned atomicMin(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old < value ? old : value;
+  return old;
+}
+
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   const unsigned long long old = *at;
   *at = old + value;

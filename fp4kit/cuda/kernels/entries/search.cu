@@ -8,13 +8,28 @@ struct Left {
   Span span;
 };
 
-// What the threads of a thread block share.
+// What the threads of a thread block share, and each of its warps has for one thing after the other.
 template <bool kWeighted>
 struct Common {
   Candidates candidates;
-  Left<kWeighted> left[kSearchThreads<kWeighted> / 32];
-  Sieve<kWeighted> sieve;
+  union {
+    Left<kWeighted> left;
+  } of_warp[kSearchThreads<kWeighted> / 32];
 };
+template <>
+struct Common<false> {
+  Candidates candidates;
+  LossBounds bounds;
+  union {
+    Shares shares;
+    Left<false> left;
+  } of_warp[kSearchThreads<false> / 32];
+};
+
+template <class R, bool kWeighted>
+FP4KIT_DEVICE void make_sieve(Common<kWeighted>& common) {
+  if constexpr (!kWeighted) make_bounds<typename R::Scale>(common.bounds);
+}
 
 // The first code of least loss in a span, by all threads of a warp.
 template <bool kWeighted>
@@ -53,7 +68,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   make_candidates<R>(shared, amax_of_tensor);
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
-  Left<kWeighted>& left = common.left[warp];
+  Left<kWeighted>& left = common.of_warp[warp].left;
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
   u32 unproven = 0u;
   for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += static_cast<u32>(item_stride(grid))) {
@@ -66,17 +81,20 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
     const float amax = float_of(opaque(largest));
     const Span span = span_of<R>(a, amax, t);
     Best best = {float_of(kInfinityBits), span.low};
-    bool proven = !is_block || amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
+    bool proven = false;
     u32 normal = 0u;
     if constexpr (!kWeighted) {
-      if (!proven && shared.ordinary) normal = normal_first(amax, span, shared);
+      normal = normal_first(amax, span, shared);
       Screened screened = {};
-      if (normal) screened = screen(block, amax, span, normal, shared, common.sieve.bounds);
-      try_open(block, screened, shared, common.sieve.jobs[warp]);
-      if (normal) best = screened.best, proven = is_proven(block, screened, span, shared);
+      if (normal) screened = screen(block, amax, span, normal, shared, common.bounds);
+      try_open(block, screened, shared, common.of_warp[warp].shares);
+      if (normal) best.code = screened.best(), proven = is_proven(block, screened, span, shared);
     }
-    if (!proven && !normal && shared.ordinary) proven = search_near(block, amax, span, shared, best);
-    for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
+    if (!normal) {
+      proven = amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
+      if (!proven && shared.ordinary) proven = search_near(block, amax, span, shared, best);
+    }
+    for (u32 open = __ballot_sync(0xFFFFFFFFu, is_block && !proven); open; open &= open - 1u) {
       const u32 owner = 31u - __clz(open & (0u - open));
       if (lane == owner) left = {block, span};
       __syncwarp();
@@ -91,6 +109,6 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
 
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
   __shared__ Common<kWeighted> common;
-  make_sieve<R>(common.sieve);
+  make_sieve<R>(common);
   search<R, Input, kAligned, kWeighted>(a, whole_grid(), common);
 }

@@ -85,11 +85,13 @@ FP4KIT_DEVICE u32 least_of(const Eight& sums) {
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Which sums are at most `most` < 2048: bit j that of first + j.
-FP4KIT_DEVICE u32 within(const Eight& sums, u32 most) {
-  const u32 pairs = (most * 8u + 7u) * 0x10001u + 0x80008000u;
-  u32 found = 0u;
+// Which codes have bounds of at most a loss over scale^2: bit 24 + j that of first + j.
+FP4KIT_DEVICE u32 within(const Eight& sums, float loss) {
+  const u32 most = bits_of(fminf(fma_rn(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // rounded, in the last bits
+  const u32 pairs = most * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
+  u32 above[4];
 FP4KIT_UNROLL
-  for (int i = 0; i < 4; ++i) found |= (pairs - sums.pairs[i] & 0x80008000u) >> (15 - i);
-  return (found | found >> 12) & 0xFFu;
+  for (int i = 0; i < 4; ++i) above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear where its sum is more
+  const u32 found = (prmt(above[0], above[1], 0xFDB9u) & 0x20021001u) | (prmt(above[2], above[3], 0xFDB9u) & 0x80084004u);
+  return found * 0x01010101u & 0xFF000000u;
 }
