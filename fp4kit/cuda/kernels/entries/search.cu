@@ -72,8 +72,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
   u32 unproven = 0u;
   for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += static_cast<u32>(item_stride(grid))) {
-    const u32 i = minimum(first + lane, count - 1u);
-    const bool is_block = first + lane < count;
+    const u32 i = minimum(first + lane, count - 1u);  // of the last block, too, what is beyond
     Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
     u32 largest = 0u;
 #pragma unroll
@@ -94,15 +93,15 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
       proven = amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
       if (!proven && shared.ordinary) proven = search_near(block, amax, span, shared, best);
     }
-    for (u32 open = __ballot_sync(0xFFFFFFFFu, is_block && !proven); open; open &= open - 1u) {
+    for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
       const u32 owner = 31u - __clz(open & (0u - open));
       if (lane == owner) left = {block, span};
       __syncwarp();
       const u32 code = search_fully(left, shared);
-      if (lane == owner) best.code = code, ++unproven;
+      if (lane == owner) best.code = code, unproven += first + lane < count;
       __syncwarp();
     }
-    if (is_block) a.block_amax[i] = shared.amaxes[best.code];
+    a.block_amax[i] = shared.amaxes[best.code];
   }
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }

@@ -153,10 +153,10 @@ FP4KIT_UNROLL
 
 // Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v - 0.5| or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const Searched<false>& block, Candidate c) {
-  float nearest = float_of(kInfinityBits);
+  const auto far = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
+  float nearest = far(0);
 FP4KIT_UNROLL
-  for (int i = 0; i < kSearched; ++i)
-    nearest = fminf(nearest, fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f));
+  for (int i = 1; i < kSearched; ++i) nearest = fminf(nearest, far(i));
   return nearest < 0.249f;
 }
 

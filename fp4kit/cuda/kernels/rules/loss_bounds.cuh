@@ -27,8 +27,8 @@ struct Eight {
 // Of u in the middle of a step, under a scale of so many; in the last bits.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
-  const float least = fmaxf(middle - (0.5f + 0x1p-10f) / kSteps, 0.0f);
-  return bits_of(add_rz(0x1p23f, fminf(least * least * kUnits, kUnits)));
+  const float least = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
+  return bits_of(add_rz(0x1p23f, least * least * kUnits));
 }
 
 // By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
@@ -55,17 +55,16 @@ FP4KIT_UNROLL
 
 // Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
 FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal, const LossBounds& bounds) {
-  constexpr float kWhole = 0x1.8p23f;  // a sum with it is rounded to an integer
-  const float steps = reciprocal * kSteps;
-  // An offset as the bits of a subnormal: that takes none of the instructions for integers, which limit the kernel.
-  const float begin = fma_rn(-kWhole, 0x1p-146f, float_of(shared_offset(bounds, bounds.of[first % 8u])));
+  constexpr float kWhole = 0x1.8p23f / kSteps;  // a sum with it is rounded to whole steps
+  constexpr float kOffset = 0x1p-146f * kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
+  const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
   Eight sums = {};
 FP4KIT_UNROLL
   for (int i = 0; i < kSearched; i += 3) {
     u32 low = 0u, high = 0u;
 FP4KIT_UNROLL
     for (int j = i; j < i + 3 && j < kSearched; ++j) {
-      const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], steps, kWhole), 0x1p-146f, begin)));
+      const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], reciprocal, kWhole), kOffset, begin)));
       low += static_cast<u32>(row);
       high += static_cast<u32>(row >> 32);
     }

@@ -55,25 +55,23 @@ FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span spa
   return {{rank_of(loss, first + likely), lost < 0 ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// The highest bit that is set, and it is no longer.
-FP4KIT_DEVICE u32 take_highest(u32& bits) {
-  const u32 bit = 31u - __clz(bits);
-  bits ^= 1u << bit;
-  return bit;
-}
-
 // The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
 FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Candidates& shared, Shares& shares) {
-  const u32 lane = threadIdx.x % 32u, count = static_cast<u32>(__popc(s.open));
-  u32 end = count;
+  const u32 lane = threadIdx.x % 32u;
+  u32 end = static_cast<u32>(__popc(s.open));
   __syncwarp();
   shares.least[lane] = s.least;
 #pragma unroll
   for (u32 distance = 1u; distance < 32u; distance *= 2u) end = add_lane_before(end, distance);
   const u32 total = __shfl_sync(0xFFFFFFFFu, end, 31u);
-  u16* job = shares.jobs + end - count;
+  u16* job = shares.jobs + end;
+  const u32 first = s.base * 32u + lane, one = opaque(1u);  // not made again for each
 #pragma unroll 1
-  for (u32 open = s.open; open;) *job++ = static_cast<u16>((s.base + take_highest(open)) * 32u + lane);
+  for (u32 open = s.open; open;) {
+    const u32 bit = 31u - __clz(open);
+    open ^= one << bit;
+    *--job = static_cast<u16>(first + bit * 32u);
+  }
   __syncwarp();
 #pragma unroll 1
   for (u32 start = 0u; start < total; start += 32u) {
