@@ -64,13 +64,13 @@ FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Can
 #pragma unroll
   for (u32 distance = 1u; distance < 32u; distance *= 2u) end = add_lane_before(end, distance);
   const u32 total = __shfl_sync(0xFFFFFFFFu, end, 31u);
+  const u32 least_job = opaque(s.base * 32u + lane);
   u16* job = shares.jobs + end;
-  const u32 first = s.base * 32u + lane, one = opaque(1u);  // not made again for each
 #pragma unroll 1
   for (u32 open = s.open; open;) {
-    const u32 bit = 31u - __clz(open);
-    open ^= one << bit;
-    *--job = static_cast<u16>(first + bit * 32u);
+    const u32 bit = opaque(31u - __clz(open));
+    *--job = static_cast<u16>(least_job + bit * 32u);
+    open ^= 1u << bit;
   }
   __syncwarp();
 #pragma unroll 1
