@@ -10,28 +10,24 @@ struct Left {
   Span span;
 };
 
-// What the threads of a thread block share, and each of its warps has for one thing after the other.
+// What the threads of a warp share, for one thing after the other.
+template <bool kWeighted>
+union OfWarp {
+  Left<kWeighted> left;
+};
+template <>
+union OfWarp<false> {
+  Shares shares;
+  Left<false> left;
+};
+
+// What the threads of a thread block share.
 template <bool kWeighted>
 struct Common {
   Candidates candidates;
-  union {
-    Left<kWeighted> left;
-  } of_warp[kSearchThreads<kWeighted> / 32];
+  Sieve<kWeighted> sieve;
+  OfWarp<kWeighted> of_warp[kSearchThreads<kWeighted> / 32];
 };
-template <>
-struct Common<false> {
-  Candidates candidates;
-  LossBounds bounds;
-  union {
-    Shares shares;
-    Left<false> left;
-  } of_warp[kSearchThreads<false> / 32];
-};
-
-template <class R, bool kWeighted>
-FP4KIT_DEVICE void make_sieve(Common<kWeighted>& common) {
-  if constexpr (!kWeighted) make_bounds<typename R::Scale>(common.bounds);
-}
 
 // The first code of least loss in a span, by all threads of a warp.
 template <bool kWeighted>
@@ -90,7 +86,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
     if constexpr (!kWeighted) {
       normal = normal_first(amax, span, shared);
       Screened screened = {};
-      if (normal) screened = screen(block, amax, span, normal, shared, common.bounds);
+      if (normal) screened = screen(block, amax, span, normal, shared, common.sieve.bounds);
       try_open(block, screened, shared, common.of_warp[warp].shares);
       if (normal) best.code = screened.best(), proven = is_proven(block, screened, span, shared);
     }
@@ -113,6 +109,6 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
 
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
   __shared__ Common<kWeighted> common;
-  make_sieve<R>(common);
+  make_sieve<R>(common.sieve);
   search<R, Input, kAligned, kWeighted>(a, whole_grid(), common);
 }

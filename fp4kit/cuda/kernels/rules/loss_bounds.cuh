@@ -84,9 +84,9 @@ FP4KIT_DEVICE u32 least_of(const Eight& sums) {
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Which codes have bounds of at most a loss over scale^2: bit 24 + j that of first + j.
+// Which codes have bounds of at most a loss over scale^2, which is below 2^13: bit 24 + j that of first + j.
 FP4KIT_DEVICE u32 within(const Eight& sums, float loss) {
-  const u32 most = bits_of(fminf(fma_rn(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // rounded, in the last bits
+  const u32 most = bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
   const u32 pairs = most * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
   u32 above[4];
 FP4KIT_UNROLL

@@ -135,7 +135,7 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
-// a * b + c toward zero; a >= 0, b a power of two with a * b <= 2^22, c an integer in [2^23, 2^24).
+// a * b + c toward zero; a >= 0, b > 0, a * b <= 2^22, c an integer in [2^23, 2^24). Where b is no power of two the twin rounds a * b before.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);

@@ -2,9 +2,9 @@
 //
 // loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One whose bound exceeds the loss of
 // that is out, with its doubles, and so is one below first whose clipped loss does: 0.8 codes of a Gaussian block stay open, 3.5 of the one among 32
-// that has most. So the threads of a warp share out what is open of its blocks, mostly in one turn. Nor need twice the winner be tried if an
-// element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves 0.001 scale^2 more of it, which is more than kSure takes
-// from a loss of at most 16 scale^2.
+// that has most. So the threads of a warp share out what is open of its blocks, mostly in one turn, and atomics keep the least two losses of each
+// block. Nor need twice the winner be tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves
+// 0.001 scale^2 more of it, which is more than kSure takes from a loss of at most 16 scale^2.
 #pragma once
 
 #include "loss_bounds.cuh"
@@ -17,13 +17,26 @@ constexpr u32 kMostOpen = 14u;  // of a block: seven codes below its first and s
 
 // A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among sixteen codes in a row.
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) { return (bits_of(loss) & ~15u) | (code & 15u); }
-constexpr i32 kApart = 512;  // of ranks: the losses differ by 497 floats at least, so by more than kSure takes
+constexpr i32 kApart = 512;  // of ranks: the losses are 482 floats apart at least, so farther than kSure takes
 
 // What threads of a warp share: codes that may win, times 32 and with the thread that has the block, and the least two ranks for each thread.
 struct Shares {
   u16 jobs[kMostOpen * 32u];
   struct alignas(8) Least { u32 rank, second; } least[32];
 };
+
+// What threads of a thread block share beside candidates.
+template <bool kWeighted>
+struct Sieve {
+  LossBounds bounds;
+};
+template <>
+struct Sieve<true> {};
+
+template <class R, bool kWeighted>
+FP4KIT_DEVICE void make_sieve(Sieve<kWeighted>& sieve) {
+  if constexpr (!kWeighted) make_bounds<typename R::Scale>(sieve.bounds);
+}
 
 // A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be tried.
 struct Screened {
