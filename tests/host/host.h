@@ -146,6 +146,10 @@ inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned delta) {
   const unsigned lane = threadIdx.x % kHostWarp;
   return host_from_lane(value, lane < delta ? lane : lane - delta);
 }
+inline unsigned add_lane_before(unsigned x, unsigned distance) {
+  const unsigned before = __shfl_up_sync(0xFFFFFFFFu, x, distance);
+  return threadIdx.x % kHostWarp < distance ? x : x + before;
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = predicate;
