@@ -146,6 +146,10 @@ inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned delta) {
   const unsigned lane = threadIdx.x % kHostWarp;
   return host_from_lane(value, lane < delta ? lane : lane - delta);
 }
+inline unsigned add_lane_before(unsigned x, unsigned distance) {
+  const unsigned before = __shfl_up_sync(0xFFFFFFFFu, x, distance);
+  return threadIdx.x % kHostWarp < distance ? x : x + before;
+}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = predicate;
@@ -160,6 +164,12 @@ inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, val
 inline unsigned atomicMax(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = old < value ? value : old;
+  return old;
+}
+
+inline unsigned atomicMin(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old < value ? old : value;
   return old;
 }
 

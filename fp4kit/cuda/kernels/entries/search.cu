@@ -1,6 +1,8 @@
 // search: the amax of each block of 16 that gives the scale of least loss; nothing else of the matrix is written.
 #include "search_sieve.cuh"
 
+constexpr bool kPrefetches = true;  // the block that a thread has next
+
 // What a warp's thread leaves for the others: a block that all of them search.
 template <bool kWeighted>
 struct Left {
@@ -8,12 +10,23 @@ struct Left {
   Span span;
 };
 
+// What the threads of a warp share, for one thing after the other.
+template <bool kWeighted>
+union OfWarp {
+  Left<kWeighted> left;
+};
+template <>
+union OfWarp<false> {
+  Shares shares;
+  Left<false> left;
+};
+
 // What the threads of a thread block share.
 template <bool kWeighted>
 struct Common {
   Candidates candidates;
-  Left<kWeighted> left[kSearchThreads<kWeighted> / 32];
   Sieve<kWeighted> sieve;
+  OfWarp<kWeighted> of_warp[kSearchThreads<kWeighted> / 32];
 };
 
 // The first code of least loss in a span, by all threads of a warp.
@@ -53,38 +66,43 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   make_candidates<R>(shared, amax_of_tensor);
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
-  Left<kWeighted>& left = common.left[warp];
+  Left<kWeighted>& left = common.of_warp[warp].left;
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
   u32 unproven = 0u;
-  for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += static_cast<u32>(item_stride(grid))) {
-    const u32 i = minimum(first + lane, count - 1u);
-    const bool is_block = first + lane < count;
+  const u32 stride = static_cast<u32>(item_stride(grid));
+  for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += stride) {
+    const u32 i = minimum(first + lane, count - 1u);  // of the last block, too, what is beyond
     Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
+    if constexpr (kPrefetches && !kWeighted)
+      prefetch_sector(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(minimum(i + stride, count - 1u)) * kSearched);
     u32 largest = 0u;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(block.a[j]));
     const float amax = float_of(opaque(largest));
     const Span span = span_of<R>(a, amax, t);
     Best best = {float_of(kInfinityBits), span.low};
-    bool proven = !is_block || amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
+    bool proven = false;
     u32 normal = 0u;
     if constexpr (!kWeighted) {
-      if (!proven && shared.ordinary) normal = normal_first(amax, span, shared);
+      normal = normal_first(amax, span, shared);
       Screened screened = {};
       if (normal) screened = screen(block, amax, span, normal, shared, common.sieve.bounds);
-      try_open(block, screened, shared, common.sieve.jobs[warp]);
-      if (normal) best = screened.best, proven = is_proven(block, screened, span, shared);
+      try_open(block, screened, shared, common.of_warp[warp].shares);
+      if (normal) best.code = screened.best(), proven = is_proven(block, screened, span, shared);
     }
-    if (!proven && !normal && shared.ordinary) proven = search_near(block, amax, span, shared, best);
+    if (!normal) {
+      proven = amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
+      if (!proven && shared.ordinary) proven = search_near(block, amax, span, shared, best);
+    }
     for (u32 open = __ballot_sync(0xFFFFFFFFu, !proven); open; open &= open - 1u) {
       const u32 owner = 31u - __clz(open & (0u - open));
       if (lane == owner) left = {block, span};
       __syncwarp();
       const u32 code = search_fully(left, shared);
-      if (lane == owner) best.code = code, ++unproven;
+      if (lane == owner) best.code = code, unproven += first + lane < count;
       __syncwarp();
     }
-    if (is_block) a.block_amax[i] = shared.amaxes[best.code];
+    a.block_amax[i] = shared.amaxes[best.code];
   }
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }

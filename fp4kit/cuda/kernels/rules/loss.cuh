@@ -24,10 +24,11 @@ FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * moved_by(safe))};
 }
 
-// The E2M1 value nearest to v < 7, ties to even codes. With m = 2^floor(log2(max(v, 1))) the last bit of v + 1.5 * 2^22 m is worth m / 2.
+// The E2M1 value nearest to v < 7, ties to even codes. With w = v, or just above 1 if v is less, 2^22 w is a multiple of E2M1's step at v, an even
+// one if v is a tie, and the floats around 2^22 w - v are that step apart; half of it if v is next to 2 or 4, which it becomes all the same.
 FP4KIT_DEVICE float nearest_e2m1(float v) {
-  const float m = float_of(bits_of(fmaxf(v, 1.0f)) & 0x7F800000u);
-  return fma_rn(-m, 0x1.8p22f, fma_rn(m, 0x1.8p22f, v));
+  const float w = fmaxf(v, 1.0f + 0x1p-21f);
+  return fma_rn(w, 0x1p22f, -fma_rn(w, 0x1p22f, -v));
 }
 
 // What is left of a magnitude: |x| - q scale. kAny: of any magnitude and scale; else a < 7 scale, which div.full.f32 does not move.
@@ -152,10 +153,10 @@ FP4KIT_UNROLL
 
 // Whether an element is well within what is nearest to 0.5 or 1.5 scales, values that twice the scale has not: |v - 0.5| or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const Searched<false>& block, Candidate c) {
-  float nearest = float_of(kInfinityBits);
+  const auto far = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
+  float nearest = far(0);
 FP4KIT_UNROLL
-  for (int i = 0; i < kSearched; ++i)
-    nearest = fminf(nearest, fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f));
+  for (int i = 1; i < kSearched; ++i) nearest = fminf(nearest, far(i));
   return nearest < 0.249f;
 }
 

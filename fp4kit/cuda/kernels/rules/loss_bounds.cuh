@@ -27,8 +27,8 @@ struct Eight {
 // Of u in the middle of a step, under a scale of so many; in the last bits.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
-  const float least = fmaxf(middle - (0.5f + 0x1p-10f) / kSteps, 0.0f);
-  return bits_of(add_rz(0x1p23f, fminf(least * least * kUnits, kUnits)));
+  const float least = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
+  return bits_of(add_rz(0x1p23f, least * least * kUnits));
 }
 
 // By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
@@ -55,17 +55,16 @@ FP4KIT_UNROLL
 
 // Of a block below 7 scales of the first of `count` codes: reciprocal is that of its scale.
 FP4KIT_DEVICE Eight bounds_of(const Searched<false>& block, u32 first, u32 count, float reciprocal, const LossBounds& bounds) {
-  constexpr float kWhole = 0x1.8p23f;  // a sum with it is rounded to an integer
-  const float steps = reciprocal * kSteps;
-  // An offset as the bits of a subnormal: that takes none of the instructions for integers, which limit the kernel.
-  const float begin = fma_rn(-kWhole, 0x1p-146f, float_of(shared_offset(bounds, bounds.of[first % 8u])));
+  constexpr float kWhole = 0x1.8p23f / kSteps;  // a sum with it is rounded to whole steps
+  constexpr float kOffset = 0x1p-146f * kSteps;  // eight bytes a step, as the bits of a subnormal: without instructions for integers, which limit
+  const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.of[first % 8u])));
   Eight sums = {};
 FP4KIT_UNROLL
   for (int i = 0; i < kSearched; i += 3) {
     u32 low = 0u, high = 0u;
 FP4KIT_UNROLL
     for (int j = i; j < i + 3 && j < kSearched; ++j) {
-      const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], steps, kWhole), 0x1p-146f, begin)));
+      const u64 row = load_shared(bounds, bits_of(fma_rn(fma_rn(block.a[j], reciprocal, kWhole), kOffset, begin)));
       low += static_cast<u32>(row);
       high += static_cast<u32>(row >> 32);
     }
@@ -85,11 +84,13 @@ FP4KIT_DEVICE u32 least_of(const Eight& sums) {
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Which sums are at most `most` < 2048: bit j that of first + j.
-FP4KIT_DEVICE u32 within(const Eight& sums, u32 most) {
-  const u32 pairs = (most * 8u + 7u) * 0x10001u + 0x80008000u;
-  u32 found = 0u;
+// Which codes have bounds of at most a loss over scale^2, which is below 2^13: bit 24 + j that of first + j.
+FP4KIT_DEVICE u32 within(const Eight& sums, float loss) {
+  const u32 most = bits_of(fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // in the last bits
+  const u32 pairs = most * 0x80008u + (0x80078007u - (0x4B000000u * 0x80008u));
+  u32 above[4];
 FP4KIT_UNROLL
-  for (int i = 0; i < 4; ++i) found |= (pairs - sums.pairs[i] & 0x80008000u) >> (15 - i);
-  return (found | found >> 12) & 0xFFu;
+  for (int i = 0; i < 4; ++i) above[i] = pairs - sums.pairs[i];  // the top bit of a half is clear where its sum is more
+  const u32 found = (prmt(above[0], above[1], 0xFDB9u) & 0x20021001u) | (prmt(above[2], above[3], 0xFDB9u) & 0x80084004u);
+  return found * 0x01010101u & 0xFF000000u;
 }

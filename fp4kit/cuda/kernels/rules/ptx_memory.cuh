@@ -39,6 +39,15 @@ FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #endif
 }
 
+// Fetch the sector of an address into the L2.
+FP4KIT_DEVICE void prefetch_sector(const void* from) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#else
+  static_cast<void>(*static_cast<const volatile u8*>(from));  // for sanitizers to check
+#endif
+}
+
 // What `memory` in shared memory has in a place: its offset there, and the eight bytes at an offset.
 template <class T>
 FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {

@@ -31,8 +31,9 @@ struct SearchArguments {
 struct Candidates {
   Candidate of[128];
   float amaxes[128];
-  float per_amax;  // codes of values above amax times this have scales above amax / 7
-  bool ordinary;   // the bounds hold
+  float per_amax;           // codes of values above amax times this have scales above amax / 7
+  float per_ordinary_amax;  // the same where the bounds hold, else NaN
+  bool ordinary;            // the bounds hold
 };
 
 template <class R>
@@ -44,6 +45,7 @@ FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   if (threadIdx.x == 0) {
     shared.per_amax = R::kScaleMax * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amax;
     shared.ordinary = candidate_amax<R>(1u, amax) > 0x1p-57f && candidate_amax<R>(kLastCandidate, amax) < 0x1p50f;
+    shared.per_ordinary_amax = shared.ordinary ? shared.per_amax : nan_value();
   }
   __syncthreads();
 }
@@ -58,11 +60,11 @@ template <class R>
 FP4KIT_DEVICE Span span_of(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
   // A normal code, from a product in place of the rule's quotients where that is far from a tie.
-  const float near = amax * (t.encode * (1.0f / 6.0f));
-  const u32 halfway = bits_of(near) + 0x80000u;
+  const float factor = t.amax > 0x1p-60f && t.amax < 0x1p60f ? t.encode * (1.0f / 6.0f) : nan_value();
+  const u32 near = bits_of(amax * factor), halfway = near + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
-  const bool is_usual = t.amax > 0x1p-60f && t.amax < 0x1p60f && near >= 0x1p-6f && near < 440.0f;
-  if (!is_usual || (halfway + 64u & 0xFFFFFu) <= 128u) own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
+  const bool is_usual = near - bits_of(0x1p-6f) < bits_of(440.0f) - bits_of(0x1p-6f);
+  if (!is_usual | (halfway + 64u & 0xFFFFFu) <= 128u) own = static_cast<i32>(block_modelopt_static::code<R, Float32>(amax, t));
   const auto within = [own](i64 offset) {
     const i32 code = own + static_cast<i32>(minimum<i64>(maximum<i64>(offset, -126), 126));
     return static_cast<u32>(minimum(maximum(code, 1), static_cast<i32>(kLastCandidate)));

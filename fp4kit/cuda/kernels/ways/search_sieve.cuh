@@ -1,10 +1,10 @@
 // The pruned search of blocks without weights, from the normal codes on, by a warp: what is proven as in search.cuh is proven with fewer losses.
 //
 // loss_bounds.cuh has lower bounds of L* of first ... first + 7 together. The code of the least is tried. One whose bound exceeds the loss of
-// that is out, with its doubles, and so is one below first whose clipped loss does: 0.7 codes of a Gaussian block stay open, 3 of the one among 32
-// that has most. So the threads of a warp share out what is open of its blocks, mostly in one turn. Nor need twice the winner be tried if an
-// element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves 0.001 scale^2 more of it, which is more than kSure takes
-// from a loss of at most 16 scale^2.
+// that is out, with its doubles, and so is one below first whose clipped loss does: 0.8 codes of a Gaussian block stay open, 3.5 of the one among 32
+// that has most. So the threads of a warp share out what is open of its blocks, mostly in one turn, and atomics keep the least two losses of each
+// block. Nor need twice the winner be tried if an element is nearest to 0.5 or 1.5 scales by 0.001 of one at least: twice the scale leaves
+// 0.001 scale^2 more of it, which is more than kSure takes from a loss of at most 16 scale^2.
 #pragma once
 
 #include "loss_bounds.cuh"
@@ -13,13 +13,22 @@
 // Of a thread block. Without weights, two of them, with a table each, have all registers of a multiprocessor: engine/search_scales.py.
 template <bool kWeighted>
 constexpr int kSearchThreads = kWeighted ? kThreads : 512;
-constexpr u32 kJobs = 256u;  // losses that a warp shares out at most
+constexpr u32 kMostOpen = 14u;  // of a block: seven codes below its first and seven of the eight from there on
 
-// What threads of a thread block share beside candidates: bounds, and what is open of each warp's blocks.
+// A loss and its code as an integer: the loss without its last four bits, and those of the code, which differ among sixteen codes in a row.
+FP4KIT_DEVICE u32 rank_of(float loss, u32 code) { return (bits_of(loss) & ~15u) | (code & 15u); }
+constexpr i32 kApart = 512;  // of ranks: the losses are 482 floats apart at least, so farther than kSure takes
+
+// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, and the least two ranks for each thread.
+struct Shares {
+  u16 jobs[kMostOpen * 32u];
+  struct alignas(8) Least { u32 rank, second; } least[32];
+};
+
+// What threads of a thread block share beside candidates.
 template <bool kWeighted>
 struct Sieve {
   LossBounds bounds;
-  u32 jobs[kSearchThreads<kWeighted> / 32][kJobs];
 };
 template <>
 struct Sieve<true> {};
@@ -29,16 +38,17 @@ FP4KIT_DEVICE void make_sieve(Sieve<kWeighted>& sieve) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(sieve.bounds);
 }
 
-// A block in the hands of its thread: best has the least loss that is known, second the least of the others; -1 if not all can be tried.
+// A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be tried.
 struct Screened {
-  Best best;
-  float second;
-  u32 first, end, open;  // open: bit j if code first - 8 + j may win
+  Shares::Least least;
+  u32 base, end, open;  // open: bit j if code base + j may win; base: 24 below the first of them
+
+  FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
 };
 
 // The first of the codes that have scales from amax / 7 on and that a block may have, if it is normal; else 0.
 FP4KIT_DEVICE u32 normal_first(float amax, Span span, const Candidates& shared) {
-  const float value = amax * shared.per_amax;
+  const float value = amax * shared.per_ordinary_amax;
   const u32 first = static_cast<u32>(maximum(normal_code_above(value), static_cast<i32>(span.low)));
   return value >= 0x1p-6f && first <= span.high ? first : 0u;
 }
@@ -50,61 +60,53 @@ FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span spa
   const Eight sums = bounds_of(block, first, end - first, reciprocal, bounds);
   const u32 likely = least_of(sums);
   const float loss = loss_of<false>(block, shared.of[first + likely], 1.0f);
-  const float most = fminf(loss * reciprocal * reciprocal * (kUnits * (1.0f + 0x1p-12f)), 2047.0f);
-  const u32 above = within(sums, static_cast<u32>(most)) & ~(1u << likely);
+  const u32 above = within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
   const float over = amax - sqrt_approx(loss);  // 6 scales of a code that may win are no less
   const i32 low = maximum(normal_code_above(over * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))), static_cast<i32>(span.low));
-  const i32 lost = low - static_cast<i32>(first) + 8;  // of the eight codes below first
-  const u32 below = 0xFFu & 0xFFFFFFFFu << minimum(maximum(lost, 0), 8);
-  return {{loss, first + likely}, lost < 0 ? -1.0f : float_of(kInfinityBits), first, end, above << 8 | below};
+  const i32 lost = low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
+  const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
+  return {{rank_of(loss, first + likely), lost < 0 ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// The highest bit that is set, and it is no longer.
-FP4KIT_DEVICE u32 take_highest(u32& bits) {
-  const u32 bit = 31u - __clz(bits);
-  bits ^= 1u << bit;
-  return bit;
-}
-
-// The losses of what is open of a warp's blocks, as many of them at a time as it has threads. What has no place is not proven.
-FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Candidates& shared, u32 (&jobs)[kJobs]) {
-  const u32 lane = threadIdx.x % 32u, count = static_cast<u32>(__popc(s.open));
-  u32 end = count;
+// The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
+FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Candidates& shared, Shares& shares) {
+  const u32 lane = threadIdx.x % 32u;
+  u32 end = static_cast<u32>(__popc(s.open));
   __syncwarp();
+  shares.least[lane] = s.least;
 #pragma unroll
-  for (u32 distance = 1u; distance < 32u; distance *= 2u) {
-    const u32 before = __shfl_up_sync(0xFFFFFFFFu, end, distance);
-    if (lane >= distance) end += before;
-  }
-  const u32 fitting = __ballot_sync(0xFFFFFFFFu, end <= kJobs), total = __shfl_sync(0xFFFFFFFFu, end, 31u - __clz(fitting));
-  if (end > kJobs) s.open = 0u, s.second = -1.0f;
-  u32* mine = jobs + end - count;
+  for (u32 distance = 1u; distance < 32u; distance *= 2u) end = add_lane_before(end, distance);
+  const u32 total = __shfl_sync(0xFFFFFFFFu, end, 31u);
+  const u32 least_job = opaque(s.base * 32u + lane);
+  u16* job = shares.jobs + end;
 #pragma unroll 1
-  for (u32 open = s.open, *job = mine; open;) *job++ = (s.first - 8u + take_highest(open)) * 32u + lane;
+  for (u32 open = s.open; open;) {
+    const u32 bit = opaque(31u - __clz(open));
+    *--job = static_cast<u16>(least_job + bit * 32u);
+    open ^= 1u << bit;
+  }
   __syncwarp();
 #pragma unroll 1
-  for (u32 at = lane; at < total + lane; at += 32u) {
-    const u32 job = at < total ? jobs[at] : 32u;
+  for (u32 start = 0u; start < total; start += 32u) {
+    const u32 job = start + lane < total ? shares.jobs[start + lane] : 32u, code = job / 32u;
     Searched<false> other;
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) other.a[j] = float_of(__shfl_sync(0xFFFFFFFFu, bits_of(block.a[j]), job % 32u));
-    const float loss = loss_of<true>(other, shared.of[job / 32u], 1.0f);
-    if (at < total) jobs[at] = bits_of(loss);
+    const u32 rank = rank_of(loss_of<true>(other, shared.of[code], 1.0f), code);
+    if (start + lane < total) {
+      Shares::Least& least = shares.least[job % 32u];
+      atomicMin(&least.second, maximum(atomicMin(&least.rank, rank), rank));
+    }
   }
   __syncwarp();
-#pragma unroll 1
-  for (u32 open = s.open, *job = mine; open;) {
-    const float loss = float_of(*job++);
-    const u32 code = s.first - 8u + take_highest(open);
-    s.second = fminf(s.second, fmaxf(loss, s.best.loss));
-    if (loss < s.best.loss) s.best = {loss, code};
-  }
+  s.least = shares.least[lane];
 }
 
 // Whether one code alone has the least loss of those that were tried, and none beyond s.end can win.
 FP4KIT_DEVICE bool is_proven(const Searched<false>& block, const Screened& s, Span span, const Candidates& shared) {
-  if (kSure * s.second < s.best.loss || s.second == s.best.loss) return false;
-  const u32 twice = s.best.code + 8u;
-  if (twice < s.end || twice > span.high || has_own_value(block, shared.of[s.best.code])) return true;
-  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= s.best.loss || !is_near_tie(block, shared.of[s.best.code]);
+  const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kApart;
+  const u32 best = s.best(), twice = best + 8u;
+  if (!is_alone | twice < s.end | twice > span.high) return is_alone;
+  if (has_own_value(block, shared.of[best])) return true;
+  return kSure * loss_of<false>(block, shared.of[twice], 1.0f) >= float_of(s.least.rank | 15u) || !is_near_tie(block, shared.of[best]);
 }
