@@ -13,8 +13,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 PIECE, READERS = 64 << 20, 8  # bytes that a thread reads in their order, and how many threads: a disk has as much to do as it can
 STEP = 8 << 20  # of them, at a time
-WINDOW = 4 << 30  # of them that are there before they are needed, at most; and no more than a part of the memory
-_PART = 8
+PART = 8  # of the memory of this machine: one of so many parts holds what is not needed yet, at most
 
 
 class ReadingAhead:
@@ -30,7 +29,7 @@ class ReadingAhead:
             (file.path, at, before + at) for file, before in zip(found, ends, strict=False) for at in range(0, file.size, PIECE)
         )
         self._size, self._total, self._progress = ends[-1], total, progress
-        self._window = min(WINDOW, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _PART)
+        self._window = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART
         self._done, self._lock, self._stopped = 0, Lock(), Event()
         self._threads = [Thread(target=self._read, daemon=True) for _ in range(READERS)]
 

@@ -89,7 +89,7 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "PIECE", 64)
     monkeypatch.setattr(ahead, "STEP", 64)
     monkeypatch.setattr(ahead, "READERS", 1)
-    monkeypatch.setattr(ahead, "WINDOW", 640)
+    monkeypatch.setattr(ahead.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * ahead.PART}[name])
     begun: list[int] = []
 
     class Watched(io.FileIO):
