@@ -142,14 +142,6 @@ inline unsigned __shfl_xor_sync(unsigned, unsigned value, unsigned lane_mask) {
   return host_from_lane(value, threadIdx.x % kHostWarp ^ lane_mask);
 }
 inline unsigned __shfl_sync(unsigned, unsigned value, unsigned lane) { return host_from_lane(value, lane % kHostWarp); }
-inline unsigned __shfl_up_sync(unsigned, unsigned value, unsigned delta) {
-  const unsigned lane = threadIdx.x % kHostWarp;
-  return host_from_lane(value, lane < delta ? lane : lane - delta);
-}
-inline unsigned add_lane_before(unsigned x, unsigned distance) {
-  const unsigned before = __shfl_up_sync(0xFFFFFFFFu, x, distance);
-  return threadIdx.x % kHostWarp < distance ? x : x + before;
-}
 inline unsigned __ballot_sync(unsigned, bool predicate) {
   HostBarrier& warp = host_warps[threadIdx.x / kHostWarp];
   host_lanes[threadIdx.x] = predicate;
@@ -170,6 +162,12 @@ inline unsigned atomicMax(unsigned* at, unsigned value) {
 inline unsigned atomicMin(unsigned* at, unsigned value) {
   const unsigned old = *at;
   *at = old < value ? old : value;
+  return old;
+}
+
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  const unsigned old = *at;
+  *at = old + value;
   return old;
 }
 

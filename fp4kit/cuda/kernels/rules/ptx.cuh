@@ -93,19 +93,6 @@ FP4KIT_DEVICE void sync_group(u32 number, u32 threads) { asm volatile("bar.sync 
 void sync_group(u32 number, u32 threads);
 #endif
 
-// x, plus that of the thread `distance` before in the warp, if there is one: by all threads of a warp.
-#ifdef __CUDA_ARCH__
-FP4KIT_DEVICE u32 add_lane_before(u32 x, u32 distance) {
-  asm volatile(
-      "{\n.reg .u32 before;\n.reg .pred is_there;\n"
-      "shfl.sync.up.b32 before|is_there, %0, %1, 0, -1;\n@is_there add.u32 %0, %0, before;\n}"
-      : "+r"(x) : "r"(distance));
-  return x;
-}
-#else
-u32 add_lane_before(u32 x, u32 distance);
-#endif
-
 // The low half of a times the lowest byte of b, plus the high half times the next one.
 FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__

@@ -19,9 +19,11 @@ constexpr u32 kMostOpen = 14u;  // of a block: seven codes below its first and s
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) { return (bits_of(loss) & ~15u) | (code & 15u); }
 constexpr i32 kApart = 512;  // of ranks: the losses are 482 floats apart at least, so farther than kSure takes
 
-// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, and the least two ranks for each thread.
+// What threads of a warp share: codes that may win, times 32 and with the thread that has the block, in any order; how many they are; and
+// the least two ranks for each thread.
 struct Shares {
   u16 jobs[kMostOpen * 32u];
+  u32 count;
   struct alignas(8) Least { u32 rank, second; } least[32];
 };
 
@@ -71,21 +73,21 @@ FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span spa
 // The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
 FP4KIT_DEVICE void try_open(const Searched<false>& block, Screened& s, const Candidates& shared, Shares& shares) {
   const u32 lane = threadIdx.x % 32u;
-  u32 end = static_cast<u32>(__popc(s.open));
   __syncwarp();
   shares.least[lane] = s.least;
-#pragma unroll
-  for (u32 distance = 1u; distance < 32u; distance *= 2u) end = add_lane_before(end, distance);
-  const u32 total = __shfl_sync(0xFFFFFFFFu, end, 31u);
+  if (lane == 0u) shares.count = 0u;
+  __syncwarp();
+  u16* job = shares.jobs;  // from a place of its own on: an atomic takes less than a sum over lanes
+  if (s.open) job += atomicAdd(&shares.count, static_cast<u32>(__popc(s.open)));
   const u32 least_job = opaque(s.base * 32u + lane);
-  u16* job = shares.jobs + end;
 #pragma unroll 1
   for (u32 open = s.open; open;) {
     const u32 bit = opaque(31u - __clz(open));
-    *--job = static_cast<u16>(least_job + bit * 32u);
+    *job++ = static_cast<u16>(least_job + bit * 32u);
     open ^= 1u << bit;
   }
   __syncwarp();
+  const u32 total = shares.count;
 #pragma unroll 1
   for (u32 start = 0u; start < total; start += 32u) {
     const u32 job = start + lane < total ? shares.jobs[start + lane] : 32u, code = job / 32u;
