@@ -70,6 +70,24 @@ def test_rows_of_several_panels(name, dtype):
         agree(fp4kit.quantize, x, name, rounding="stochastic", seed=3) if name in STOCHASTIC else None
 
 
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[1::3]))))
+def test_rows_that_follow_each_other_are_one(name, dtype):
+    """Units of short rows are panels across them where those follow each other; an infinity in one unit; and rows that do not."""
+    x = ordinary(9, (1000, 2 * 128), dtype)
+    x[901, 3] = np.inf
+    for a in (x[:900], x, np.ascontiguousarray(x[:900, :128]), x[:900, :128], x[:900:2], x[:640].reshape(5, 128, 256)):
+        q = agree(fp4kit.quantize, a, name)
+        agree(fp4kit.dequantize, q)
+        agree(fp4kit.fake_quantize, a, name)
+        if name in STOCHASTIC:
+            random = np.random.default_rng(3).integers(0, 256, a.shape, np.uint8)
+            for seed in (5, random, np.broadcast_to(random[..., :1], a.shape)):
+                agree(fp4kit.quantize, a, name, rounding="stochastic", seed=seed)
+    out = fp4kit.quantize(np.zeros_like(x[:900]), name)
+    agree(fp4kit.dequantize, out, out=np.empty((900, 300), dtype)[:, :256])
+
+
 # ---- small units ----------------------------------------------------------------------------------------------------------
 
 

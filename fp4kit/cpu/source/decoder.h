@@ -27,13 +27,17 @@ const Tables* tables_of_call(const DecodeCall& call, Tables& memory) {
 
 bool decode_part(const DecodeCall& call, const Part& part, const Tables* tables) {
   const DecodeEntry& entry = kDecodes[call.decoder];
-  const i64 block = part.column / call.block, itemsize = call.kind == kFloat32 ? 4 : 2;
+  const i64 block = part.column / call.block, itemsize = call.kind == kFloat32 ? 4 : 2, blocks = call.columns / call.block;
+  const bool is_flat = part.columns == call.columns && call.columns % call.block == 0 && call.out_step == call.columns &&
+                       call.packed_step == (entry.four ? call.columns / 2 : call.columns) && (!call.scales || call.scales_step == blocks) &&
+                       !call.tensors.row_step && !call.tensors.block_step;
+  const i64 rows = is_flat ? 1 : part.rows, columns = is_flat ? part.rows * part.columns : part.columns;  // one long row, or many
   bool usual = true;
-  for (i64 i = part.row; i < part.row + part.rows; ++i) {
+  for (i64 i = part.row; i < part.row + rows; ++i) {
     const u8* codes = call.packed + i * call.packed_step + (entry.four ? part.column / 2 : part.column);
     const u8* scales = call.scales ? call.scales + i * call.scales_step + block : nullptr;
     char* out = static_cast<char*>(call.out) + (i * call.out_step + part.column) * itemsize;
-    usual &= entry.rows[call.kind](codes, scales, part.columns, call.block, tables, call.tensors, i, block, out);
+    usual &= entry.rows[call.kind](codes, scales, columns, call.block, tables, call.tensors, i, block, out);
   }
   return usual;
 }

@@ -43,6 +43,14 @@ struct Encoder {
   const ElementEntry& element = kElements[call.element];
   const Encode encode = element.encodes[call.random || call.seed][call.input];
 
+  // Whether rows follow each other wherever they are read or written, so that those of a unit are one long row.
+  const bool is_flat = [](const EncodeCall& c, bool four) {
+    const i64 columns = c.x.columns, blocks = columns / c.block;
+    return is_plain(c.x) && c.block_rows == 1 && columns % c.block == 0 && c.tensor_step == 0 && c.packed_step == (four ? columns / 2 : columns) &&
+           (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
+           (!c.random || c.random_step == columns) && (!c.seed || c.stride == columns);
+  }(call, element.four);
+
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
@@ -130,6 +138,7 @@ struct Encoder {
 
   bool unit(Part part) const {
     const View<Bits> x = view<In>(call.x, part);
+    if (is_flat && part.columns == call.x.columns) part = {0, 1, part.row * part.columns, part.rows * part.columns};
     if (call.block_rows > 1) touch(x, part.rows, part.columns);
     return each_panel(part, call.block, call.block_rows, [&](Part of) {
       return panel({x.data + of.row * x.step + of.column, x.step}, {part.row + of.row, of.rows, part.column + of.column, of.columns});

@@ -40,6 +40,9 @@ void run_units(i64 units, int threads, Work& work) {
 // Whether one of the units of a call is marked.
 bool any(const std::vector<u8>& marks) { return std::memchr(marks.data(), 1, marks.size()) != nullptr; }
 
+// Whether the rows of a matrix follow each other in memory as they are.
+bool is_plain(const Source& x) { return x.column_step == 1 && x.row_step == x.columns && x.hadamard < 0; }
+
 // The elements of a part, in contiguous rows.
 template <class Bits>
 struct View {
@@ -100,6 +103,7 @@ void block_magnitudes(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
 template <class In, class Bits>
 Bits largest_of(View<Bits> x, i64 rows, i64 columns) {
   Bits most = 0;
+  if (x.step == columns) columns *= rows, rows = 1;
   for (i64 i = 0; i < rows; ++i)
     for (i64 j = 0; j < columns; ++j) {
       const Bits a = x.data[i * x.step + j] & Input<In>::kMagnitude;
