@@ -153,38 +153,30 @@ inline unsigned __ballot_sync(unsigned, bool predicate) {
 }
 inline void __syncwarp() { host_wait(host_warps[threadIdx.x / kHostWarp], kHostWarp); }
 inline int __any_sync(unsigned mask, int value) { return __ballot_sync(mask, value != 0) != 0; }
+// Atomics: a thread of a block is alone until it waits.
+template <class T, class F>
+inline T host_atomic(T* at, F changed) {
+  const T old = *at;
+  *at = changed(old);
+  return old;
+}
 inline unsigned atomicMax(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at = old < value ? value : old;
-  return old;
+  return host_atomic(at, [=](unsigned old) { return old < value ? value : old; });
 }
-
 inline unsigned atomicMin(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at = old < value ? old : value;
-  return old;
+  return host_atomic(at, [=](unsigned old) { return old < value ? old : value; });
 }
-
 inline unsigned atomicAdd(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at = old + value;
-  return old;
+  return host_atomic(at, [=](unsigned old) { return old + value; });
 }
-
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
-  const unsigned long long old = *at;
-  *at = old + value;
-  return old;
+  return host_atomic(at, [=](unsigned long long old) { return old + value; });
 }
 inline unsigned atomicAnd(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at = old & value;
-  return old;
+  return host_atomic(at, [=](unsigned old) { return old & value; });
 }
 inline unsigned atomicOr(unsigned* at, unsigned value) {
-  const unsigned old = *at;
-  *at = old | value;
-  return old;
+  return host_atomic(at, [=](unsigned old) { return old | value; });
 }
 
 // Reciprocals of sm_90, measured: int8 delta per significand (reference/arith.py), set before a launch.

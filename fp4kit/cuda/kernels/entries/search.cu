@@ -1,8 +1,6 @@
 // search: the amax of each block of 16 that gives the scale of least loss; nothing else of the matrix is written.
 #include "search_sieve.cuh"
 
-constexpr bool kPrefetches = true;  // the block that a thread has next
-
 // What a warp's thread leaves for the others: a block that all of them search.
 template <bool kWeighted>
 struct Left {
@@ -73,7 +71,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += stride) {
     const u32 i = minimum(first + lane, count - 1u);  // of the last block, too, what is beyond
     Searched<kWeighted> block = load_block<R, In, kAligned, kWeighted>(a, i, blocks);
-    if constexpr (kPrefetches && !kWeighted)
+    if constexpr (!kWeighted)  // the block that the thread has next
       prefetch_sector(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(minimum(i + stride, count - 1u)) * kSearched);
     u32 largest = 0u;
 #pragma unroll
