@@ -10,7 +10,7 @@ from inputs import BF16
 
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
-USUAL = [Search(F32, kind) for kind in ("weights", "square hessian", "powers", "p2.4")]
+USUAL = [Search(F32, kind) for kind in ("near", "weights", "square hessian", "powers", "p2.4")]
 ANY_GRID = [kind for kind in KINDS if kind != "hessian"]  # its grid is no other: test_gpu_search.py
 GROUPED = [GroupedSearch(F32), GroupedSearch(BF16, 11), GroupedSearch(F16, mask=TE_SIGN_MASK)]
 SOON = [Power(), Bounds(), *USUAL, *GROUPED[:1], AMAXES[0], AMAXES[2]]

@@ -43,6 +43,8 @@ SQUARE = replace(STATIC_RECIPE, id="static-16x16", block=(16, 16))
 SIDES = {"weights": np.linspace(0, 2, 64, dtype=np.float32), "hessian": hessians(64)}
 KINDS: dict[str, tuple[Recipe, Terms]] = {  # the pruned searches, then those of every candidate
     "plain": (STATIC_RECIPE, Terms()),
+    "near": (STATIC_RECIPE, Terms(offsets=(-8, 8))),
+    "few": (STATIC_RECIPE, Terms(offsets=(-2, 7))),
     "weights": (STATIC_RECIPE, Terms(weights=SIDES["weights"])),
     "hessian": (STATIC_RECIPE, Terms(hessian=SIDES["hessian"])),
     "square": (SQUARE, Terms(offsets=(-8, 8))),

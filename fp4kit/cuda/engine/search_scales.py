@@ -90,6 +90,7 @@ def search_matrix(
     check_count(x.size)
     rows, columns = x.shape
     device, whole = x.device.id, aligned(x, 16)
+    offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
     weighted, of_columns = terms.weights is not None, terms.weights if terms.hessian is None else terms.hessian
     pruned, threads = _is_pruned(r, terms), THREADS
     if not pruned:
@@ -97,14 +98,14 @@ def search_matrix(
         lanes = POWER_LANES if r.scale == E8M0 else LANES
         blocks = grid(-(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS, device)
     elif terms.hessian is None:
-        function = _function("search", r, x.dtype, device, mask, kAligned=whole, kWeighted=weighted)
+        options = {"kAligned": whole, "kWeighted": weighted} | _around(*offsets)
+        function = _function("search", r, x.dtype, device, mask, **options)
         threads, most = (THREADS, 8) if weighted else (SEARCH_THREADS, SEARCH_BLOCKS)
         blocks = grid(-(-x.size // RUN // threads), device, most)
     else:
         function = _function("search_hessian", r, x.dtype, device, kAligned=whole)
         strips = max(min(-(-rows // THREADS), grid(rows * columns, device, 8) // (columns // RUN)), 1)
         blocks = columns // RUN * strips
-    offsets = terms.offsets or (AROUND_FLOOR if r.scale == E8M0 else _ALL)
     sizes = (rows, columns, *(end & _WORD for end in offsets))
     launch = Launch(function, blocks, *((_SEARCH, *sizes) if pruned else (_SWEEP, *sizes, bits_of(terms.power))), threads=threads)
     launch(*map(address, (x, amax, of_columns, out, unproven)))
@@ -113,6 +114,11 @@ def search_matrix(
 def _is_pruned(r: Recipe, terms: Terms) -> bool:
     """Whether bounds hold: of squares under E4M3 scales of blocks of one row, whose amax is NaN if an element is."""
     return r.scale == E4M3 and terms.power == 2 and r.block_rows == 1 and r.amax_nan == "propagate"
+
+
+def _around(lower: int, upper: int) -> dict[str, bool]:
+    """Which codes are candidates, as far as a pruned search depends on it: all, or eight at least each way."""
+    return {"kAll": (lower, upper) == _ALL, "kEight": lower <= -8 and upper >= 8}
 
 
 def _loss(terms: Terms) -> dict[str, bool]:
@@ -159,7 +165,7 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
         arguments[name] = [address(array) for array in arrays]
     arguments["rows"], arguments["columns"] = zip(*(x.shape for x in xs), strict=True)
     arguments["lower"], arguments["upper"] = _ALL
-    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small}
+    options = {"kAligned": all(whole), "kWeighted": False, "kSmall": small} | _around(*_ALL)
     function = _function("grouped_search", r, xs[0].dtype, device, mask, **options)
     parts = grouped.parts_of(np.array([x.size for x in xs]), device)
     launch = grouped.prepare_group(function, arguments, whole, parts, tuple(group), small)

@@ -9,9 +9,9 @@ extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighte
   make_sieve<R>(common.sieve);
   for_each_piece(group, [](SearchArguments a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
-      search<R, Input, true, kWeighted>(a, grid, common);
+      search<R, Input, true, kWeighted, kAll, kEight>(a, grid, common);
     } else {
-      search<R, Input, false, kWeighted>(a, grid, common);
+      search<R, Input, false, kWeighted, kAll, kEight>(a, grid, common);
     }
   });
 }

@@ -57,7 +57,7 @@ FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, u32 i, u3
   return block;
 }
 
-template <class R, class In, bool kAligned, bool kWeighted>
+template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>& common) {
   Candidates& shared = common.candidates;
   const float amax_of_tensor = *a.tensor_amax;
@@ -66,6 +66,9 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   Left<kWeighted>& left = common.of_warp[warp].left;
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
+  // With eight codes each way or more around a block's own, which is one of first ... first + 3, no more than two that a screen leaves open are
+  // no candidates: only where it does is the own code asked for.
+  constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
   for (u32 first = static_cast<u32>(first_item(grid)) - lane; first < count; first += stride) {
@@ -77,16 +80,21 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
 #pragma unroll
     for (int j = 0; j < kSearched; ++j) largest = maximum(largest, bits_of(block.a[j]));
     const float amax = float_of(opaque(largest));
-    const Span span = span_of<R>(a, amax, t);
+    Span span = {1u, kLastCandidate};
+    if constexpr (!kAll && !kLater) span = span_of<R>(a, amax, t);
     Best best = {float_of(kInfinityBits), span.low};
     bool proven = false;
     u32 normal = 0u;
     if constexpr (!kWeighted) {
       normal = normal_first(amax, span, shared);
-      Screened screened = {};
-      if (normal) screened = screen(block, amax, span, normal, shared, common.sieve.bounds);
+      Screened screened;
+      if (normal) screened = screen(block, amax, span, normal, kLater ? 2 : 0, shared, common.sieve.bounds);
       try_open(block, screened, shared, common.of_warp[warp].shares);
       if (normal) best.code = screened.best(), proven = is_proven(block, screened, span, shared);
+    }
+    if constexpr (kLater) {
+      if (!proven) span = span_of<R>(a, amax, t);
+      if (!normal) best.code = span.low;
     }
     if (!normal) {
       proven = amax == 0.0f || !is_finite(amax);  // without errors, or with none but those
@@ -108,5 +116,5 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
   __shared__ Common<kWeighted> common;
   make_sieve<R>(common.sieve);
-  search<R, Input, kAligned, kWeighted>(a, whole_grid(), common);
+  search<R, Input, kAligned, kWeighted, kAll, kEight>(a, whole_grid(), common);
 }

@@ -28,7 +28,7 @@ struct Eight {
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float least = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, as its square shall be
-  return bits_of(add_rz(0x1p23f, least * least * kUnits));
+  return bits_of(fma_rz(least * least, kUnits, 0x1p23f));
 }
 
 // By all threads of a thread block: one has the halves of a mantissa's rows, one row of so many.
@@ -38,8 +38,9 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   float scales[4], reciprocals[4];
 FP4KIT_UNROLL
   for (u32 i = 0u; i < 4u; ++i) {
-    scales[i] = decode<Scale>(code + 2u * half + i % 2u + i / 2u * 4u) / decode<Scale>(code);
-    reciprocals[i] = 1.0f / scales[i];
+    const float scale = decode<Scale>(code + 2u * half + i % 2u + i / 2u * 4u), first = decode<Scale>(code);
+    scales[i] = scale * rcp_approx_ftz(first);
+    reciprocals[i] = first * rcp_approx_ftz(scale);
   }
   for (u32 row = threadIdx.x / 16u; row < kRows; row += blockDim.x / 16u) {
     u32 units[4];

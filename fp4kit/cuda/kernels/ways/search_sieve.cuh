@@ -43,7 +43,7 @@ FP4KIT_DEVICE void make_sieve(Sieve<kWeighted>& sieve) {
 // A block in the hands of its thread: the least rank that is known, and the least of the others; 0 if not all can be tried.
 struct Screened {
   Shares::Least least;
-  u32 base, end, open;  // open: bit j if code base + j may win; base: 24 below the first of them
+  u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first of them
 
   FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
 };
@@ -55,8 +55,9 @@ FP4KIT_DEVICE u32 normal_first(float amax, Span span, const Candidates& shared) 
   return value >= 0x1p-6f && first <= span.high ? first : 0u;
 }
 
-// What bounds leave open once the likeliest code is tried.
-FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span span, u32 first, const Candidates& shared, const LossBounds& bounds) {
+// What bounds leave open once the likeliest code is tried. unsure: how many of the seven codes below first, the lowest, may be no candidates.
+FP4KIT_DEVICE Screened screen(
+    const Searched<false>& block, float amax, Span span, u32 first, i32 unsure, const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, span.high + 1u);
   const float reciprocal = shared.of[first].reciprocal;
   const Eight sums = bounds_of(block, first, end - first, reciprocal, bounds);
@@ -67,7 +68,7 @@ FP4KIT_DEVICE Screened screen(const Searched<false>& block, float amax, Span spa
   const i32 low = maximum(normal_code_above(over * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))), static_cast<i32>(span.low));
   const i32 lost = low - static_cast<i32>(first) + 7;  // of the seven codes below first; at most 10, as over is at most amax
   const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
-  return {{rank_of(loss, first + likely), lost < 0 ? 0u : kInfinityBits}, first - 24u, end, above | below};
+  return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
 // The losses of what is open of a warp's blocks, as many of them at a time as it has threads.
