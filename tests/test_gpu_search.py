@@ -67,7 +67,7 @@ def test_candidates(recipe, candidates) -> None:
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float32])])
 def test_blocks_at_bounds(dtype, amax) -> None:
     x = blocks_at_bounds(amax, 640).astype(dtype).reshape(-1, 64)
-    for candidates in ("all", "near", (-3, 1), (-100, -2), (4, 100), (-2, 9), (-8, 5), (-9, 30), (-40, 8)):
+    for candidates in ("all", "near", (-3, 1), (-100, -2), (4, 100), (0, 9), (-8, 5), (-9, 30), (-40, 8)):
         check(x, tensor_amax=np.float32(amax), candidates=candidates)
     check(x, "nvfp4-modelopt-static-4over6", tensor_amax=np.float32(amax))
 
