@@ -72,6 +72,13 @@ def test_blocks_at_bounds(dtype, amax) -> None:
     check(x, "nvfp4-modelopt-static-4over6", tensor_amax=np.float32(amax))
 
 
+@pytest.mark.parametrize("recipe", [STATIC, "nvfp4-modelopt-static-4over6"])
+def test_blocks_beyond_the_tensor_amax(recipe) -> None:
+    x = blocks_at_bounds(4.0, 40, 5).astype(np.float32).reshape(-1, 64)
+    for amax in (3.9, 3.5, 3.0, 2.0, 1.0):
+        check(x, recipe, tensor_amax=np.float32(amax), candidates="near")
+
+
 def test_twice_a_scale_may_win() -> None:
     x, amax, amaxes = where_twice_a_scale_wins()
     assert differing(fp4kit.search_scales(cupy.asarray(x), STATIC, tensor_amax=amax), 2 * amaxes[:, None]) == 0

@@ -66,8 +66,8 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   Left<kWeighted>& left = common.of_warp[warp].left;
   const u32 blocks = static_cast<u32>(a.columns / kSearched), count = static_cast<u32>(a.rows) * blocks;
-  // With eight codes each way or more around a block's own, which is one of first ... first + 3, no more than two that a screen leaves open are
-  // no candidates: only where it does is the own code asked for.
+  // A block's own code is one of first ... first + 3: the nearest to a value of which first is no less than 6/7, or the last. So with eight codes
+  // each way or more around it, no more than two that a screen leaves open are no candidates: only where it does is the own code asked for.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
