@@ -40,6 +40,9 @@ from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
 _BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
+# Processes take about a second to start. From so many workers and bytes to read on they are faster: threads of one interpreter wait
+# for each other, and eight of them are no faster than four (1.2 GB/s on 16 cores; eight processes 2.0, fifteen 2.7: November 2026).
+FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
 Progress = Callable[[int], None]  # called with the bytes of source tensors done since the last call
 
 
@@ -114,6 +117,7 @@ class Options:
 
     workers: threads where GPUs or the compiled engine do the work, else processes on this machine; a script that asks for
     processes needs ``if __name__ == "__main__":``. None: fp4kit.num_threads() threads, at least two; of processes this one.
+    processes: instead of the compiled engine's threads where they are faster, of many workers on large models; None: at most 8.
     executor: any of concurrent.futures, instead of those; its workers see the files under the same paths. devices: CUDA devices
     that quantize, in turn; none: the CPU. resume: go on with an interrupted run.
     progress: called with bytes that add up to bytes_to_read.
@@ -124,6 +128,7 @@ class Options:
     devices: Sequence[int] = ()
     resume: bool = False
     progress: Progress | None = None
+    processes: bool = False
 
     def __post_init__(self) -> None:
         if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
@@ -156,11 +161,11 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
     check(plan, target, options.resume)
-    if options.devices and options.executor is None:
-        with ReadingAhead(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
-            start_devices(options.devices, options.executor)
-            return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
-    return ConversionReport(plan, target, _execute(plan, target, options))
+    if options.executor is not None:
+        return ConversionReport(plan, target, _execute(plan, target, options))
+    with ReadingAhead(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
+        start_devices(options.devices, options.executor)
+        return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
@@ -215,8 +220,7 @@ class _Run:
         for shard in self.plan.shards:
             positions |= _lay_out(self.plan, shard, self.folder)
         given, devices = self.options.executor, tuple(self.options.devices)
-        by_threads = bool(devices) or engine() != "reference"
-        workers = self.options.workers or (max(2, num_threads()) if by_threads else 1)
+        workers, by_threads = self._workers()
         all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
         files = [self.folder / shard.name for shard in self.plan.shards]
         sweep = Sweep(all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None))
@@ -227,6 +231,18 @@ class _Run:
                 digests = self._digests(sweep.digests, executor)
                 write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
         return tuple(sweep.done[job.key] for job in all_jobs)
+
+    def _workers(self) -> tuple[int, bool]:
+        """How many workers of this machine there are, and whether they are threads."""
+        asked, many = self.options.workers, max(2, num_threads())
+        if self.options.devices:
+            return asked or many, True
+        if engine() == "reference":
+            return asked or 1, False
+        are_faster = (asked or many) >= FROM_WORKERS and bytes_to_read(self.plan) >= FROM_BYTES
+        if self.options.processes and are_faster:
+            return asked or min(many, MOST_PROCESSES), False
+        return asked or many, True
 
     def _check(self, job: Job, found: Measured) -> None:
         """Raise CheckpointError for what a measured weight may not hold."""

@@ -107,7 +107,10 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 def add_workers(parser: Any) -> None:
     """Add the options that say where the work is done."""
-    text = "threads of a conversion, or processes where the compiled engine is not there and for verify (default: by the machine)"
+    text = (
+        "threads of a conversion, or processes: for verify, where the compiled engine is not there, and 4 or more of a large "
+        "model's conversion on the CPU (default: by the machine)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument("--dask", metavar="SCHEDULER", help="run on the workers of this dask scheduler, such as tcp://host:8786")
     parser.add_argument(
@@ -145,7 +148,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         _print_plan(out, plan, destination)
         return 0
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
-        report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick))
+        report = execute(plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True))
     out.document("convert/1", _report_body(report))
     _print_gains(out, report)
     _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)

@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.checkpoint.plan import make_plan
 from fp4kit.checkpoint.rewrite import encoded
+from fp4kit.cli import main
 from fp4kit.cpu.native import num_threads
 
 HERE = Path(__file__).parent
@@ -78,6 +80,56 @@ def test_worker_processes(model: tuple[Path, dict[str, str]], tmp_path: Path, wo
     assert files_of(tmp_path / "out") == model[1]
     assert sum(ticks) == bytes_to_read(plan)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "processes", "expected"),
+    [
+        (None, 16, True, (8, False)), (None, 5, True, (5, False)), (None, 3, True, (3, True)), (15, 2, True, (15, False)),
+        (3, 16, True, (3, True)), (None, 16, False, (16, True)), (9, 16, False, (9, True)), (None, 1, True, (2, True)),
+    ],
+)  # fmt: skip
+def test_processes_where_they_are_faster(
+    model: tuple[Path, dict[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    workers: int | None,
+    cores: int,
+    processes: bool,
+    expected: tuple[int, bool],
+) -> None:
+    """Of a model that has the bytes: below, and where nobody asks for processes, they are threads."""
+    module, made = import_module("fp4kit.checkpoint.convert"), list[tuple[int, bool]]()
+
+    @contextmanager
+    def noted(given: Executor | None, workers: int, by_threads: bool) -> Iterator[Executor | None]:
+        made.append((workers, by_threads))
+        yield given
+
+    monkeypatch.setattr(module, "executor_of", noted)
+    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    monkeypatch.setattr(module, "num_threads", lambda: cores)
+    plan = make_plan(model[0])
+    for i, least in enumerate((bytes_to_read(plan), bytes_to_read(plan) + 1)):
+        monkeypatch.setattr(module, "FROM_BYTES", least)
+        execute(plan, tmp_path / str(i), Options(workers, processes=processes))
+        assert files_of(tmp_path / str(i)) == model[1]
+    assert made == [expected, (workers or max(cores, 2), True)]
+
+
+def test_the_command_takes_processes_for_large_models(
+    model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the compiled engine, which has one thread in each."""
+    module, started = import_module("fp4kit.checkpoint.convert"), list[Any]()
+    start = execution._Worker.start
+    monkeypatch.setattr(execution._Worker, "start", lambda worker: (started.append(worker), start(worker)))
+    monkeypatch.setattr(module, "FROM_BYTES", 1)
+    monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
+    assert main(["convert", str(model[0]), str(tmp_path / "out"), "--workers", "4"]) == 0
+    assert files_of(tmp_path / "out") == model[1]
+    assert len(started) == 4 and not any(worker.is_alive() for worker in started)
+    assert "wrote" in capsys.readouterr().out
 
 
 class Backwards(Executor):

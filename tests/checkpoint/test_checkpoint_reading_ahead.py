@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,18 @@ def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.T
     return begun
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -> None:
+    """Calls noted with the file and the place before the system is asked for what is there."""
+    ask = os.posix_fadvise
+
+    def watched(descriptor: int, start: int, count: int, advice: int) -> None:
+        assert (count, advice) == (ahead.STEP, os.POSIX_FADV_WILLNEED)
+        noted(Path(os.readlink(f"/proc/self/fd/{descriptor}")), start)
+        ask(descriptor, start, count, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", watched)
+
+
 @pytest.mark.parametrize("piece", [64, 256])
 @pytest.mark.parametrize(("stop_at", "read"), [(None, "aaaabbbbccc"), ("b", "aaaab"), ("a", "a")])
 def test_files_are_read_ahead(
@@ -39,46 +51,36 @@ def test_files_are_read_ahead(
     monkeypatch.setattr(ahead, "READERS", 1)
     stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
 
-    class Watched(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
-            path, start = Path(os.readlink(f"/proc/self/fd/{self.fileno()}")), self.tell()
-            if path.name == stop_at:
-                stopped.set()
-            count = super().readinto(buffer)
-            if count:
-                found.append((path.name, start, count))
-            return count
+    def noted(path: Path, start: int) -> None:
+        if path.name == stop_at:
+            stopped.set()
+        if path.name in bytes_of:
+            found.append((path.name, start))
 
+    watch(monkeypatch, noted)
     for name, size in bytes_of.items():
         (tmp_path / name).write_bytes(bytes(size))
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(ahead, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
     monkeypatch.setattr(ahead, "Event", lambda: stopped)
     threads = threads_of(ahead, monkeypatch)
     files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
     with ahead.ReadingAhead(files, 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
-    assert "".join(name for name, _, _ in found) == read
-    assert all(count == min(64, bytes_of[name] - start) for name, start, count in found)
+    assert "".join(name for name, _ in found) == read
+    assert found == [(name, start) for name in sorted(bytes_of) for start in range(0, bytes_of[name], 64)][: len(found)]
 
 
 def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
     monkeypatch.setattr(ahead, "PIECE", 64)
     monkeypatch.setattr(ahead, "STEP", 64)
-    taken, lock = [], threading.Lock()
-
-    def read(descriptor: int, mode: str, buffering: int) -> io.FileIO:
-        with lock:
-            taken.append(descriptor)
-        return io.FileIO(descriptor)
-
+    taken: list[int] = []
+    watch(monkeypatch, lambda path, start: taken.append(start))
     (tmp_path / "a").write_bytes(bytes(64 * 5000))
-    monkeypatch.setattr(ahead, "open", read, raising=False)
     file, threads = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threads_of(ahead, monkeypatch)
     with ahead.ReadingAhead([file], 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
-    assert len(taken) == 5000
+    assert sorted(taken) == list(range(0, 64 * 5000, 64))
     with ahead.ReadingAhead([file], 1, print):
         pass
     assert len(threads) == 2 * ahead.READERS and not any(thread.is_alive() for thread in threads)
@@ -90,15 +92,10 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ahead, "STEP", 64)
     monkeypatch.setattr(ahead, "READERS", 1)
     monkeypatch.setattr(ahead.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * ahead.PART}[name])
+    monkeypatch.setattr(ahead, "_LIMIT", tmp_path / "none")
     begun: list[int] = []
-
-    class Watched(io.FileIO):
-        def readinto(self, buffer: Any) -> int:
-            begun.append(self.tell())
-            return super().readinto(buffer)
-
+    watch(monkeypatch, lambda path, start: begun.append(start))
     (tmp_path / "a").write_bytes(bytes(6400))
-    monkeypatch.setattr(ahead, "open", lambda descriptor, mode, buffering: Watched(descriptor), raising=False)
     told: list[int] = []
     with ahead.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
         until(lambda: len(begun) == 11)  # places 0 to 640
@@ -108,3 +105,21 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         until(lambda: begun[-1] == 4480)
         assert told == [1280, 6400]
     assert begun == [*range(0, 1281, 64), *range(3840, 4481, 64)]
+
+
+def test_a_container_has_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LIMIT", tmp_path / "memory.max")
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert ahead.memory() == whole
+    for text, memory in {"max\n": whole, "1048576\n": 1 << 20, str(2 * whole): whole}.items():
+        (tmp_path / "memory.max").write_text(text)
+        assert ahead.memory() == memory
+
+
+def test_where_the_system_takes_no_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "posix_fadvise")
+    (tmp_path / "a").write_bytes(bytes(100))
+    threads, told = threads_of(ahead, monkeypatch), list[int]()
+    with ahead.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 100, (), {})], 200, told.append) as tick:
+        tick(7)
+    assert not threads and told == [7]
