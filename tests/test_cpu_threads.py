@@ -62,19 +62,21 @@ def test_numbers_of_threads(default_threads):
     assert fp4kit.num_threads() == 5
     fp4kit.set_num_threads(np.int64(4))
     assert fp4kit.num_threads() == 4 and native.threads_for(1) == 1
-    assert native.threads_for(1 << 40) == 4
+    assert native.threads_for(1 << 40) == native.threads_for(1 << 40, True) == 4
+    assert native.threads_for(1 << 18) == 4 and native.threads_for(1 << 18, True) == 1 and native.threads_for(1 << 19, True) == 2
 
 
 def seen_threads(monkeypatch):
     """Numbers of threads of the calls of the library from here on."""
     seen, right = [], native.threads_for
     for module in (matrix, dequantize, prepared):
-        monkeypatch.setattr(module, "threads_for", lambda elements: (seen.append(right(elements)), seen[-1])[1])
+        monkeypatch.setattr(module, "threads_for", lambda *facts, **more: (seen.append(right(*facts, **more)), seen[-1])[1])
     return seen
 
 
 def test_threads_of_one_call(default_threads, monkeypatch):
     """In a first call and in a repeated one; the default before and after it."""
+    monkeypatch.setattr(native, "QUICK", 1)
     x, seen = large(), seen_threads(monkeypatch)
     q = fp4kit.quantize(x, "mxfp4-ocp")
     calls = {

@@ -31,6 +31,11 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     return found
 
 
+def are_looked_up(r: Recipe) -> bool:
+    """Whether the values of codes lie in tables that serve a whole matrix, if it is not small."""
+    return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
+
+
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
@@ -67,7 +72,7 @@ def _units_left(
         _set_tensor(call, cut)
         call.packed, call.scales = address(codes), address(None if scales is None else scales[rows, blocks])
         call.out, call.unusual = address(values), address(unusual)
-        (call.rows, call.columns), call.threads = values.shape, threads_for(values.size)
+        (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(r))
         functions().fp4kit_decode(ctypes.byref(call))
         if unusual.any():
             yield from (unit for unit, flag in zip(shape.units(rows, columns), unusual, strict=True) if flag)

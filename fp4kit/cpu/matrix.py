@@ -293,7 +293,7 @@ def largest(
         target = None if out is None else out[rows.start // block_rows :, columns.start // block :]
         call = AmaxCall(
             source(cut, hadamard), address(target), 0 if out is None else out.strides[0] // 4, shape.height, shape.width,
-            kind, block, block_rows, threads_for(cut.size),
+            kind, block, block_rows, threads_for(cut.size, is_quick=True),
         )  # fmt: skip
         most = max(most, functions().fp4kit_amax(ctypes.byref(call)))
     bits, infinity = _BITS[kind]

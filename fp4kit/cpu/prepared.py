@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.arithmetic import is_ieee
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu.dequantize import decode_call, tensors_of
+from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
 from fp4kit.cpu.memory import empty
@@ -152,6 +152,7 @@ class DequantizeCall:
     shape: tuple[int, ...]
     dtype: np.dtype
     size: int
+    is_quick: bool
     library: Callable[..., int]
 
     def __call__(self, q: Quantized, out: np.ndarray | None) -> np.ndarray | None:
@@ -160,7 +161,8 @@ class DequantizeCall:
         values = empty(self.shape, self.dtype) if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
         tensor = tensors_of(q).ctypes.data
-        undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads_for(self.size))
+        threads = threads_for(self.size, self.is_quick)
+        undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads)
         return None if undone else values
 
 
@@ -178,7 +180,7 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     except Declined:
         return None
     call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
-    return DequantizeCall(call, q.shape, values.dtype, values.size, found)
+    return DequantizeCall(call, q.shape, values.dtype, values.size, are_looked_up(r), found)
 
 
 def _goes_the_full_way(*arguments: Any) -> None:

@@ -1,5 +1,8 @@
-// Sixteen bytes at a time: look-up in a table of as many, and the interleaving of two; small matrices transposed by it.
+// Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two; small matrices
+// transposed by it.
 #pragma once
+
+#include <type_traits>
 
 #include "host.h"
 
@@ -57,6 +60,30 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 #define FP4KIT_HAS_LOOK_UP 0
 #endif
 
+#if FP4KIT_HAS_LOOK_UP
+template <class Bits>
+static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b); }
+template <class Bits>
+static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b); }
+
+// Elements without their signs.
+template <class Bits>
+static __forceinline__ Bytes magnitudes_at(const Bits* from) {
+  typedef Bits Lanes __attribute__((vector_size(16)));
+  Lanes x;
+  std::memcpy(&x, from, sizeof x);
+  return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
+}
+
+// The larger ones of elements without signs.
+template <class Bits>
+static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
+  typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // of which all processors have the larger
+  const Lanes x = __builtin_bit_cast(Lanes, a), y = __builtin_bit_cast(Lanes, b);
+  return __builtin_bit_cast(Bytes, x > y ? x : y);
+}
+#endif
+
 // Rows and columns of a square that transpose_square takes: rows of sixteen bytes.
 template <class Bits>
 constexpr int kSide = 16 / sizeof(Bits);
@@ -71,8 +98,8 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
   for (int round = 1; round < kRows; round *= 2) {  // row i and row i + half interleaved are rows 2 i and 2 i + 1
     for (int i = 0; i < kRows / 2; ++i) {
       const Bytes one = a[i], other = a[i + kRows / 2];
-      b[2 * i] = sizeof(Bits) == 2 ? zip_pairs_low(one, other) : zip_fours_low(one, other);
-      b[2 * i + 1] = sizeof(Bits) == 2 ? zip_pairs_high(one, other) : zip_fours_high(one, other);
+      b[2 * i] = zip_elements_low<Bits>(one, other);
+      b[2 * i + 1] = zip_elements_high<Bits>(one, other);
     }
     for (int i = 0; i < kRows; ++i) a[i] = b[i];
   }
@@ -91,16 +118,23 @@ static __forceinline__ void load_two(const u16* from, u32& low, u32& high) {
   low = both & 0xFFFFu, high = both >> 16;
 }
 
-// Sixteen integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said.
-template <class Narrow>
-static __forceinline__ void store_narrow(const u32 (&from)[16], u8* to) {
-#if defined(__AVX512F__)
-  typedef u32 Wide __attribute__((vector_size(64)));
-  typedef Narrow Thin __attribute__((vector_size(16 * sizeof(Narrow))));
-  Wide wide;
-  std::memcpy(&wide, from, sizeof wide);
-  const Thin narrow = __builtin_convertvector(wide, Thin);
-  std::memcpy(to, &narrow, sizeof narrow);
+// Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount: 16, or 64 for bytes.
+template <class Narrow, int kCount>
+static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
+#if defined(__AVX512BW__)
+  if constexpr (kCount == 64) {  // in fours of a lane, which are then brought together
+    const auto four = [=](int i) { return _mm512_loadu_si512(from + 16 * i); };
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(four(0), four(1)), _mm512_packus_epi32(four(2), four(3)));
+    const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(places, bytes));
+  } else {
+    typedef u32 Wide __attribute__((vector_size(64)));
+    typedef Narrow Thin __attribute__((vector_size(16 * sizeof(Narrow))));
+    Wide wide;
+    std::memcpy(&wide, from, sizeof wide);
+    const Thin narrow = __builtin_convertvector(wide, Thin);
+    std::memcpy(to, &narrow, sizeof narrow);
+  }
 #elif defined(__AVX2__)
   const auto* x = reinterpret_cast<const __m256i*>(from);
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 1)), 0xD8);
@@ -120,3 +154,12 @@ static __forceinline__ void store_narrow(const u32 (&from)[16], u8* to) {
   std::memcpy(to, &narrow, sizeof narrow);
 #endif
 }
+
+// How many store_narrow takes best.
+#if defined(__AVX512BW__)
+template <class Narrow>
+constexpr int kNarrowed = sizeof(Narrow) == 1 ? 64 : 16;
+#else
+template <class Narrow>
+constexpr int kNarrowed = 16;
+#endif

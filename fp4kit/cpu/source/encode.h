@@ -18,7 +18,26 @@ template <class In, int kBlock>
 static void magnitudes(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;
   const Bits* x = static_cast<const Bits*>(elements);
-  for (i64 b = 0; b < count; ++b) {
+  i64 b = 0;
+#if FP4KIT_HAS_LOOK_UP
+  // As many blocks as a row of sixteen bytes has elements, a row each: two rows are zipped, and the larger halves kept, until one is left.
+  constexpr int kRow = kSide<Bits>;
+  for (; b + kRow <= count; b += kRow) {
+    Bytes rows[kRow];
+    for (int k = 0; k < kRow; ++k) {
+      const Bits* block = x + (b + k) * kBlock;
+      rows[k] = magnitudes_at(block);
+      for (int i = kRow; i < kBlock; i += kRow) rows[k] = larger_of<Bits>(rows[k], magnitudes_at(block + i));
+    }
+    for (int half = kRow / 2; half; half /= 2)
+      for (int k = 0; k < half; ++k)
+        rows[k] = larger_of<Bits>(zip_elements_low<Bits>(rows[k], rows[k + half]), zip_elements_high<Bits>(rows[k], rows[k + half]));
+    Bits most[kRow];
+    store(reinterpret_cast<u8*>(most), rows[0]);
+    for (int k = 0; k < kRow; ++k) out[b + k] = most[k];
+  }
+#endif
+  for (; b < count; ++b) {
     Bits most = 0;
     for (int i = 0; i < kBlock; ++i) {
       const Bits a = x[b * kBlock + i] & Input<In>::kMagnitude;
@@ -35,12 +54,57 @@ static void scale_blocks(const float* __restrict amax, i64 count, TensorScale t,
   for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
 }
 
-// What an element of E is encoded from.
+#if defined(__FMA__) || defined(__aarch64__)
+constexpr bool kHasFma = true;
+#else
+constexpr bool kHasFma = false;  // it would be the call of a function
+#endif
+#if defined(__AVX512F__)
+constexpr bool kHasSlowDivision = true;  // three products take less; with vectors of 32 bytes they do not
+#else
+constexpr bool kHasSlowDivision = false;
+#endif
+
+// Whether elements may meet a factor here.
+static __forceinline__ bool is_usable(float factor, bool by_zero) { return bits_of(factor) < kInfinityBits & (by_zero | (factor != 0.0f)); }
+
+// Whether codes are nearest ones of E2M1, found of magnitudes.
+template <class E>
+constexpr bool kNearestE2m1 = E::Format::kIsE2m1 && E::kRounding == Rounding::rn && !E::kCompare && E::kSign != Sign::not_positive;
+
+// Factors below this let elements take the short way where what they are encoded from is below kShortMost; 0: there is none. Quotients are
+// found by reciprocals there (see quotient_by): they are those rounded once, for all elements of 8 and of 11 bits under all divisors, and
+// none underflows to a zero where that would lose a sign. What would be flushed has the code of zero anyway.
 template <class E, class In>
-static __forceinline__ float scaled(float x, float factor, float then) {
-  if constexpr (E::kFlush) x = flush(x);
+constexpr float short_below() {
+  if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
+  if (!E::kDivide) return E::kFlush ? 0x1p100f : 0x1p127f;
+  constexpr int kLost = In::kLeastExponent - (E::kRoundScaled ? In::kLeastExponent : -149);
+  return !kHasSlowDivision ? 0.0f : E::kSign != Sign::negative || kLost >= 90 ? 0x1p90f : static_cast<float>(1 << kLost % 90);
+}
+constexpr float kShortFrom = 0x1p-90f;  // divisors above this
+constexpr float kShortMost = 6.9f;      // by a product within 2^-22; rounded to 8 bits again it stays below 7
+
+// 1.5 * 2^23: floats from here to 2^24 are integers, whose last bits are those of the floats.
+constexpr float kIntegers = 0x1.8p23f;
+
+// The code of the nearest value of E2M1, ties to even, in the last three bits; a >= 0, or NaN for 7. Below 2, 4 and 8 values are 1/2, 1
+// and 2 apart, so that codes are 2 a, a + 2 and a / 2 + 4, rounded: whichever is least, up to 7, which values below 7 keep to.
+template <bool kBelow7>
+static __forceinline__ u32 nearest_e2m1_of(float a) {
+  const auto plus = [=](float by, float more) { return kHasFma ? fma_rn(a, by, kIntegers + more) : a * by + (kIntegers + more); };
+  const float high = kBelow7 ? plus(0.5f, 4.0f) : fminf(plus(0.5f, 4.0f), kIntegers + 7.0f);
+  return bits_of(fminf(fminf(plus(2.0f, 0.0f), a + (kIntegers + 2.0f)), high));
+}
+
+// What an element of E is encoded from. kShort: see short_below.
+template <class E, class In, bool kShort>
+static __forceinline__ float scaled(float x, float factor, float reciprocal, float then) {
+  if constexpr (E::kFlush && !kShort) x = flush(x);
   float y;
-  if constexpr (E::kDivide) {
+  if constexpr (E::kDivide && kShort) {
+    y = quotient_by(x, factor, reciprocal);
+  } else if constexpr (E::kDivide) {
     y = x / factor;
   } else {
     y = x * factor;
@@ -50,13 +114,26 @@ static __forceinline__ float scaled(float x, float factor, float then) {
   return y;
 }
 
+// The code of an element where kNearestE2m1.
+template <class E, class In, bool kShort>
+static __forceinline__ u32 nearest_code_of(u32 bits, float factor, float reciprocal, float then) {
+  using Bits = typename Input<In>::Bits;
+  const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)), a = scaled<E, In, kShort>(x, factor, reciprocal, then);
+  const u32 code = nearest_e2m1_of<kShort>(a) & 7u, sign = bits >> (8 * sizeof(Bits) - 4) & 8u;
+  if constexpr (E::kSign == Sign::negative) return code | ((E::kDivide && kShort ? x : a) > 0.0f ? sign : 0u);
+  if constexpr (E::kSign == Sign::unsigned_zero) return code | (code ? sign : 0u);
+  return code | sign;
+}
+
 // The code of an element. then: the tensor's encode scale, where elements meet it after their factors; random: a byte.
-template <class E, class In, bool kStochastic>
-static __forceinline__ u32 code_of(u32 bits, float factor, float then, u32 random) {
+template <class E, class In, bool kStochastic, bool kShort>
+static __forceinline__ u32 code_of(u32 bits, float factor, float reciprocal, float then, u32 random) {
   using Format = typename E::Format;
+  if constexpr (!kStochastic)
+    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kShort>(bits, factor, reciprocal, then);
   const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor);
-  const float y = scaled<E, In>(x, factor, then);
+  const float y = scaled<E, In, false>(x, factor, reciprocal, then);
   if constexpr (kStochastic) return encode_stochastic<Format>(y, random);
   else if constexpr (Format::kIsInteger) return encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y);
   else if constexpr (E::kRounding == Rounding::rn) {
@@ -65,36 +142,64 @@ static __forceinline__ u32 code_of(u32 bits, float factor, float then, u32 rando
   } else return encode<Format, E::kRounding, E::kSign, 0u>(y);
 }
 
-// Codes as they are stored, of elements under a factor for each kRun. Two elements are a lane of what the loop becomes, and their codes
-// together: to bring single codes together, across lanes, would take as long as to find them.
-template <class E, class In, bool kStochastic>
-static void encode_elements(const void* elements, const float* factors, float then, i64 count, const u8* random, u8* out) {
+// The factors of runs of kRun elements. reciprocals: of divisors, where all elements take the short way, else the same; nullptr: they do not.
+struct Factors {
+  const float *by, *reciprocals;
+};
+
+// Codes as they are stored. Two elements are a lane of what the loop becomes, and their codes together: to bring single codes together,
+// across lanes, would take as long as to find them.
+template <class E, class In, bool kStochastic, bool kShort>
+static void encode_runs(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
   using Bits = typename Input<In>::Bits;
   constexpr bool kFour = E::Format::kStoredBits == 4;
   using Stored = std::conditional_t<kFour, u8, u16>;
   const auto* x = static_cast<const Bits*>(elements);
-  const auto two = [=](i64 pair, float factor) {
+  const float *by = factors.by, *reciprocals = kShort ? factors.reciprocals : factors.by;
+  const auto two = [=](i64 pair, float factor, float reciprocal) {
     u32 low, high;
     load_two(x + 2 * pair, low, high);
     u16 bytes = 0;
     if constexpr (kStochastic) std::memcpy(&bytes, random + 2 * pair, 2);
-    const u32 first = code_of<E, In, kStochastic>(low, factor, then, bytes & 0xFFu);
-    return first | code_of<E, In, kStochastic>(high, factor, then, bytes >> 8) << (kFour ? 4 : 8);
+    const u32 first = code_of<E, In, kStochastic, kShort>(low, factor, reciprocal, then, bytes & 0xFFu);
+    return first | code_of<E, In, kStochastic, kShort>(high, factor, reciprocal, then, bytes >> 8) << (kFour ? 4 : 8);
   };
-  const i64 runs = count / (2 * kRun) * 2;
-  for (i64 run = 0; run < runs; run += 2) {
-    const float of_first = factors[run], of_second = factors[run + 1];
-    u32 found[kRun];
-    for (int j = 0; j < kRun; ++j) found[j] = two(run * (kRun / 2) + j, j < kRun / 2 ? of_first : of_second);
+  const auto some = [=](i64 run, auto& found) {  // of whole runs, two for each sixteen that are found
+    for (int k = 0; k < static_cast<int>(sizeof found / sizeof(u32) / kRun); ++k) {
+      const i64 first = run + 2 * k, second = first + 1;
+      const float of_first = by[first], of_second = by[second], r_first = reciprocals[first], r_second = reciprocals[second];
+      for (int j = 0; j < kRun; ++j)
+        found[kRun * k + j] = two(first * (kRun / 2) + j, j < kRun / 2 ? of_first : of_second, j < kRun / 2 ? r_first : r_second);
+    }
     store_narrow<Stored>(found, out + run * (kRun / 2) * sizeof(Stored));
+  };
+  constexpr int kMany = kNarrowed<Stored> / kRun * 2;
+  const i64 runs = count / (2 * kRun) * 2;
+  i64 run = 0;
+  for (; run + kMany <= runs; run += kMany) {
+    u32 found[kNarrowed<Stored>];
+    some(run, found);
+  }
+  for (; kMany > 2 && run < runs; run += 2) {
+    u32 found[kRun];
+    some(run, found);
   }
   for (i64 pair = runs * (kRun / 2); pair < count / 2; ++pair) {
-    const Stored found = static_cast<Stored>(two(pair, factors[2 * pair / kRun]));
+    const Stored found = static_cast<Stored>(two(pair, by[2 * pair / kRun], reciprocals[2 * pair / kRun]));
     std::memcpy(out + pair * sizeof(Stored), &found, sizeof found);
   }
   if (count % 2 == 0) return;
   const u32 byte = kStochastic ? random[count - 1] : 0u;
-  out[count - 1] = static_cast<u8>(code_of<E, In, kStochastic>(x[count - 1], factors[count / kRun], then, byte));
+  const u32 last = code_of<E, In, kStochastic, kShort>(x[count - 1], by[count / kRun], reciprocals[count / kRun], then, byte);
+  out[count - 1] = static_cast<u8>(last);
+}
+
+template <class E, class In, bool kStochastic>
+static void encode_elements(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
+  if constexpr (!kStochastic)
+    if constexpr (short_below<E, In>() > 0.0f)
+      if (factors.reciprocals) return encode_runs<E, In, false, true>(elements, factors, then, count, random, out);
+  encode_runs<E, In, kStochastic, false>(elements, factors, then, count, random, out);
 }
 
 // Two codes a byte, the first in the low nibble.

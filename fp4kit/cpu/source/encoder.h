@@ -35,11 +35,18 @@ const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   return out + (start - first * 16);
 }
 
+// The amaxes of the blocks of a matrix, a row of them every `step`, where they have been found already: all finite; data: else nullptr.
+struct Known {
+  const float* data = nullptr;
+  i64 step = 0;
+};
+
 // One unit of a call of one kind of input.
 template <class In>
 struct Encoder {
   using Bits = typename Input<In>::Bits;
   const EncodeCall& call;
+  const Known known = {};
   const ElementEntry& element = kElements[call.element];
   const Encode encode = element.encodes[call.random || call.seed][call.input];
 
@@ -65,10 +72,21 @@ struct Encoder {
     return all < Input<In>::kInfinity;
   }
 
+  // Whether all elements of blocks of these amaxes take the short way under these factors.
+  bool is_short(const float* amax, const float* by_block, i64 count) const {
+    const float below = call.random || call.seed ? 0.0f : element.short_below[call.input];
+    u32 other = below == 0.0f;
+    if (element.divides)
+      for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below);
+    else
+      for (i64 b = 0; b < count; ++b) other |= !(amax[b] * by_block[b] < kShortMost) | !(by_block[b] < below);
+    return !other;
+  }
+
   // The factors of runs, from those of blocks; nullptr where one is of no use.
   const float* spread(float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
-    for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_finite(by_block[b])) | static_cast<u32>(!element.by_zero & (by_block[b] == 0.0f));
+    for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_usable(by_block[b], element.by_zero));
     if (element.flushes)
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
     const i64 runs = call.block / kRun;
@@ -81,7 +99,7 @@ struct Encoder {
   }
 
   // Codes of a row, as they are stored.
-  void put_codes(const Bits* x, const Part& part, i64 row, const float* factors) const {
+  void put_codes(const Bits* x, const Part& part, i64 row, Factors factors) const {
     u8 stream[kWidth + 32];
     const u8* random = call.random ? call.random + row * call.random_step + part.column : nullptr;
     if (call.seed) random = stream_bytes(*call.seed, call.first + row * call.stride + part.column, part.columns, stream);
@@ -114,25 +132,33 @@ struct Encoder {
 
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
-    float amax[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks];
+    float found[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks], reciprocals[kMostBlocks];
     u8 codes[kMostBlocks];
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
-    const i64 given = part.row / call.block_rows * call.block_step + first;
+    const i64 line = part.row / call.block_rows, given = line * call.block_step + first;
+    const float *amax = known.data ? known.data + line * known.step + first : found, *scaled_amax = amax;
+    bool is_shorter = false;
     if (call.rule < 0) {
       if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
       put_factors(part, given, count, by_block);
     } else {
-      if (!find_amax(x, part.rows, count, amax)) return false;
-      if (call.block_amax) std::memcpy(amax, call.block_amax + given, count * sizeof(float));
-      if (!find_scales(x, part.rows, count, amax, tensor(part.row), codes, by_block)) return false;
+      if (!known.data && !find_amax(x, part.rows, count, found)) return false;
+      if (call.block_amax) scaled_amax = call.block_amax + given;
+      if (!find_scales(x, part.rows, count, scaled_amax, tensor(part.row), codes, by_block)) return false;
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
+      is_shorter = is_short(amax, by_block, count);
     }
-    const float* factors = spread(by_block, count, by_run);
-    if (!factors) return false;
-    if (element.then && !is_finite(tensor(part.row).encode)) return false;
+    const float* by = spread(by_block, count, by_run);
+    if (!by) return false;
+    if (element.then && !is_usable(tensor(part.row).encode, true)) return false;
+    Factors factors{by, is_shorter ? by : nullptr};
+    if (is_shorter && element.divides) {
+      for (i64 i = 0; i < (part.columns + kRun - 1) / kRun; ++i) reciprocals[i] = 1.0f / by[i];
+      factors.reciprocals = reciprocals;
+    }
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
-    if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, amax, count);
+    if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, scaled_amax, count);
     return true;
   }
 

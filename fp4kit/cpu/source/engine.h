@@ -32,18 +32,18 @@ FP4KIT_EXPORT int fp4kit_element(const char* key) { return index_of(kElements, k
 
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) { reciprocal_table = table; }
 
-FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
-  const Units units{call->x.rows, call->x.columns, call->height, call->width};
-  by_input(call->input, [&](auto in) {
-    const Encoder<decltype(in)> encoder{*call};
-    auto work = [&](i64 unit) { call->unusual[unit] = !encoder.unit(units.part(unit)); };
-    run_units(units.count(), call->threads, work);
-  });
-}
-
 }  // extern "C"
 
 namespace {
+
+void encode_units(const EncodeCall& call, Known known) {
+  const Units units{call.x.rows, call.x.columns, call.height, call.width};
+  by_input(call.input, [&](auto in) {
+    const Encoder<decltype(in)> encoder{call, known};
+    auto work = [&](i64 unit) { call.unusual[unit] = !encoder.unit(units.part(unit)); };
+    run_units(units.count(), call.threads, work);
+  });
+}
 
 // `like` with the elements at x.
 EncodeCall call_at(const EncodeCall& like, const void* x, i32 threads) {
@@ -56,6 +56,8 @@ EncodeCall call_at(const EncodeCall& like, const void* x, i32 threads) {
 }  // namespace
 
 extern "C" {
+
+FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) { encode_units(*call, {}); }
 
 // A whole quantize of a contiguous matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with
 // tensor scales, one or one a row (tensor: index of their rule, else -1), into decode and amax. Returns 1 where it has to be done otherwise.
@@ -71,7 +73,7 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* pac
   call.scales = scales;
   std::vector<u8> unusual(static_cast<size_t>(Units{call.x.rows, call.x.columns, call.height, call.width}.count()));
   call.unusual = unusual.data();
-  fp4kit_encode(&call);
+  encode_units(call, found.known(call));
   return any(unusual);
 }
 
@@ -87,10 +89,11 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall*
   Tables memory;
   const Tables* tables = tables_of_call(target, memory);
   const Units units{call.x.rows, call.x.columns, call.height, call.width};
+  const Known known = found.known(call);
   std::atomic<bool> usual{true};
   by_input(call.input, [&](auto in) {
     auto work = [&](i64 unit) {
-      if (!fake_part<decltype(in)>(call, target, units.part(unit), tables)) usual = false;
+      if (!fake_part<decltype(in)>(call, target, units.part(unit), tables, known)) usual = false;
     };
     run_units(units.count(), threads, work);
   });

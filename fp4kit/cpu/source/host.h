@@ -26,6 +26,7 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 #define fminf least_of
 #define fmaxf most_of
 
+#include "../../cuda/kernels/rules/block.cuh"
 #include "../../cuda/kernels/rules/block_rules_e4m3.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0.cuh"
 #include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"

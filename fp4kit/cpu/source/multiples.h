@@ -68,11 +68,11 @@ struct Multiples {
     const i64 count = tried.count * call.block;
     for (i64 i = 0; i < tried.count; ++i) {
       float& by = tried.factors[i];
-      if (!is_finite(by) || (!element.by_zero && by == 0.0f)) return false;
+      if (!is_usable(by, element.by_zero)) return false;
       if (element.flushes) by = flush(by);
     }
     for (i64 i = 0; i < count / kRun; ++i) factors[i] = tried.factors[i * kRun / call.block];
-    element.encodes[0][call.input](tried.x, factors, tensor(row).encode, count, nullptr, codes);
+    element.encodes[0][call.input](tried.x, {factors, nullptr}, tensor(row).encode, count, nullptr, codes);
     const TensorScales tensors{call.encode, call.decode, call.amax, call.tensor_step, 0};
     if (!decoder.rows[kFloat32](codes, tried.scales, count, call.block, tables, tensors, row, 0, values)) return false;
     (call.block == 16 ? put_errors<In, 16> : put_errors<In, 32>)(tried.x, values, tried.count, tried.errors);
@@ -86,7 +86,7 @@ struct Multiples {
     float amax[kMostBlocks], candidates[kMostBlocks], by_block[kMostBlocks], least[kMostBlocks];
     block_magnitudes<In>(View<Bits>{x, 0}, 1, blocks, call.block, most);
     for (i64 b = 0; b < blocks; ++b) all = maximum(all, most[b]);
-    if (all >= Input<In>::kInfinity || (element.then && !is_finite(tensor(row).encode))) return false;
+    if (all >= Input<In>::kInfinity || (element.then && !is_usable(tensor(row).encode, true))) return false;
     for (i64 b = 0; b < blocks; ++b) amax[b] = Input<In>::value(static_cast<Bits>(most[b]));
     Tried tried;
     for (i64 k = 0; k < call.count; ++k) {

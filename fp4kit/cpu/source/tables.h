@@ -19,7 +19,7 @@ auto by_input(int kind, F f) {
 }
 
 using Scales = void (*)(const float*, i64, TensorScale, u8*, float*);
-using Encode = void (*)(const void*, const float*, float, i64, const u8*, u8*);
+using Encode = void (*)(const void*, Factors, float, i64, const u8*, u8*);
 
 template <class R, class In>  // one function for all inputs, where the rule does not ask for them
 constexpr Scales kScales = scale_blocks<R, std::conditional_t<R::BlockRule::kReadsInput, In, Float32>>;
@@ -45,6 +45,9 @@ template <class E>
 constexpr Encode kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
     {stochastic_of<E, Float32>(), stochastic_of<E, Float16>(), stochastic_of<E, Bfloat16>()}};
+
+template <class E>
+constexpr float kShortBelow[kInputs] = {short_below<E, Float32>(), short_below<E, Float16>(), short_below<E, Bfloat16>()};
 
 template <class R, class In>
 TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }
@@ -74,7 +77,7 @@ constexpr DecodeEntry decode_entry(const char* key) {
 // A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs.
 struct RuleEntry { const char* key; const Scales* scales; Choose choose; bool early; };
 struct TensorEntry { const char* key; const Tensor* scale; };
-struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; bool divides, by_zero, then, flushes, four; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; const float* short_below; bool divides, by_zero, then, flushes, four; };
 const RuleEntry kRules[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false},
 #define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush},
@@ -86,7 +89,7 @@ const TensorEntry kTensors[] = {
 FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, kShortBelow<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
 };
 

@@ -51,15 +51,16 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
 
 namespace {
 
-// The tensor scales of a call: one, or (tensor_step 1) one a row.
+// The tensor scales of a call: one, or (tensor_step 1) one a row; and the amaxes of its blocks, or none.
 struct Found {
-  std::vector<float> encode, decode, amax;
+  std::vector<float> encode, decode, amax, blocks;
   explicit Found(const EncodeCall& call) : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
   void set(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
+  Known known(const EncodeCall& call) const { return {blocks.empty() ? nullptr : blocks.data(), call.x.columns / call.block}; }
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;
@@ -86,15 +87,22 @@ bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
   return finite;
 }
 
-// The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite.
+// The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite. The amaxes of blocks are found, too, where
+// one thread reads them again from its cache: to have them of another core takes as long as to find them anew.
 bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
+  constexpr i64 kMostElements = 1 << 22;
   if (rule < 0) return true;
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
     if (call.tensor_step) return find_rows<In>(call, rule, found);
-    // Blocks do not count here: rows are read as they lie.
+    const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
+    const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
+    if (call.rule >= 0 && call.threads == 1 && is_whole && call.x.rows * call.x.columns <= kMostElements)
+      found.blocks.resize(static_cast<size_t>(lines * blocks));
+    float* out = found.blocks.empty() ? nullptr : found.blocks.data();
+    // Otherwise blocks do not count: rows are read as they lie.
     const i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
-    const AmaxCall find{call.x, nullptr, 0, height, width, call.input, call.block, call.block_rows, call.threads};
+    const AmaxCall find{call.x, out, blocks, out ? call.height : height, out ? call.width : width, call.input, call.block, call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
     found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));

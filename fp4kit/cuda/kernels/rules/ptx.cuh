@@ -21,7 +21,7 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #else
   // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not.
   const float x = flush(a), y = flush(b), product = x * y;
-  return magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? float_of(bits_of(product) & 0x80000000u) : product;
+  return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));  // vectors: of one mask
 #endif
 }
 
