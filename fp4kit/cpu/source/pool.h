@@ -19,7 +19,7 @@ namespace {
 struct Pool {
   std::mutex owner, mutex;  // owner: held by the call that has the threads
   std::condition_variable wake, done;
-  std::atomic<int64_t> next{0};
+  std::atomic<uint64_t> taken_units{0};  // by the owner, and by others in the upper half
   int64_t units = 0;
   void (*work)(void*, int64_t) = nullptr;
   void* context = nullptr;
@@ -31,8 +31,14 @@ struct Pool {
 
 Pool* pool = new Pool;  // never destroyed: threads may wait on it when the program ends
 
-void take_units(Pool& p) {
-  for (int64_t unit; (unit = p.next.fetch_add(1, std::memory_order_relaxed)) < p.units;) p.work(p.context, unit);
+// The owner takes units from the first on, others from the last: so that those of two rounds, or calls, lie in the cache of one processor.
+void take_units(Pool& p, bool is_owner) {
+  for (;;) {
+    const uint64_t taken = p.taken_units.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
+    const int64_t first = taken & 0xFFFFFFFFu, last = taken >> 32;
+    if (first + last >= p.units) return;
+    p.work(p.context, is_owner ? first : p.units - 1 - last);
+  }
 }
 
 // Waits, some microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which takes as long.
@@ -62,7 +68,7 @@ void serve(Pool* p) {
     seen = p->round;
     ++p->taken;
     lock.unlock();
-    take_units(*p);
+    take_units(*p, false);
     lock.lock();
     if (--p->running == 0) p->done.notify_one();
     lock.unlock();
@@ -98,14 +104,14 @@ void for_units(int64_t units, int threads, void (*work)(void*, int64_t), void* c
     p.units = units;
     p.work = work;
     p.context = context;
-    p.next = 0;
+    p.taken_units = 0;
     p.taken = 0;
     p.wanted = p.running = helpers < p.size ? helpers : p.size;
     p.place = processor();
     ++p.round;
   }
   p.wake.notify_all();
-  take_units(p);
+  take_units(p, true);
   wait_briefly([&] { return p.running == 0; });
   {
     std::unique_lock<std::mutex> lock(p.mutex);

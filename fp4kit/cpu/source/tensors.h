@@ -88,7 +88,7 @@ bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
 }
 
 // The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite. The amaxes of blocks are found, too, where
-// one thread reads them again from its cache: to have them of another core takes as long as to find them anew.
+// they are few, or one thread reads them again from its cache: to have many of another core takes longer than to find them anew.
 bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
   constexpr i64 kMostElements = 1 << 22;
   if (rule < 0) return true;
@@ -97,7 +97,7 @@ bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
     if (call.tensor_step) return find_rows<In>(call, rule, found);
     const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
     const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
-    if (call.rule >= 0 && call.threads == 1 && is_whole && call.x.rows * call.x.columns <= kMostElements)
+    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements)
       found.blocks.resize(static_cast<size_t>(lines * blocks));
     float* out = found.blocks.empty() ? nullptr : found.blocks.data();
     // Otherwise blocks do not count: rows are read as they lie.
