@@ -100,6 +100,14 @@ def test_pad() -> None:
             ValueError,
             "swizzle: q is 1-d; swizzled_128x4 scales need the rows of a matrix; quantize x.reshape(1, -1)",
         ),
+        *(
+            (
+                lambda facts=facts: fp4kit.unswizzle(fp4kit.quantize(np.ones((2, 32), np.float32), "nvfp4-te"), *facts),
+                ValueError,
+                "unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale",
+            )
+            for facts in (["linear"], [None, (2, 2)])
+        ),
         (lambda: layouts.shuffle_rows(20, 64), ValueError, "shuffle_rows: M is 20; needs a multiple of 16"),
     ],
 )

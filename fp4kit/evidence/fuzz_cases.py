@@ -243,8 +243,11 @@ class Draw:
             multiples[0] = multiple
         for i, unit in multiples.items():
             shape[i] = -(-int(self.pick(BLOCKED)) // unit) * unit
+        met = [r] if options.target is None else [r, options.target.recipe]
+        is_searched = operation == "search_scales" or any(one.search for one in met)
+        most = min(self.pool.largest, MOST_SEARCHED) if is_searched else self.pool.largest
         for i in self.rng.permutation(ndim):
-            if prod(shape) > (min(self.pool.largest, MOST_SEARCHED) if operation == "search_scales" else self.pool.largest):
+            if prod(shape) > most:
                 shape[i] = multiples.get(i) or int(self.pick((1, 2, 3)))
         if self.often(0.03):
             shape[self.rng.integers(ndim)] = 0

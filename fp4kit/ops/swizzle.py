@@ -66,7 +66,8 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
     """Linear block scales: of a Quantized, or of an array in `layout` whose linear shape (..., R, C) is `shape`.
 
     Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.
-    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array.
+    Raises ValueError if the array has another size than shape with its padding, or layout or shape is missing for an array, or
+    given for a Quantized, which knows both.
 
     >>> import fp4kit, numpy as np
     >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4", scale_layout="swizzled_8x4")
@@ -74,6 +75,8 @@ def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...
     'linear'
     """
     if isinstance(q_or_scales, Quantized):
+        if layout is not None or shape is not None:
+            raise ValueError("unswizzle: a Quantized knows its layout and shape; leave them out, or give its block_scale")
         return _change("unswizzle", q_or_scales, "linear")
     return _unswizzle_scales(q_or_scales, layout, shape)
 
