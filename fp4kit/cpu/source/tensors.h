@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <memory>
 
 #include "encoder.h"
 
@@ -53,14 +54,15 @@ namespace {
 
 // The tensor scales of a call: one, or (tensor_step 1) one a row; and the amaxes of its blocks, or none.
 struct Found {
-  std::vector<float> encode, decode, amax, blocks;
+  std::vector<float> encode, decode, amax;
+  std::unique_ptr<float[]> blocks;
   explicit Found(const EncodeCall& call) : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
   void set(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
-  Known known(const EncodeCall& call) const { return {blocks.empty() ? nullptr : blocks.data(), call.x.columns / call.block}; }
+  Known known(const EncodeCall& call) const { return {blocks.get(), call.x.columns / call.block}; }
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;
@@ -98,8 +100,8 @@ bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
     const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
     const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
     if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements)
-      found.blocks.resize(static_cast<size_t>(lines * blocks));
-    float* out = found.blocks.empty() ? nullptr : found.blocks.data();
+      found.blocks.reset(new float[lines * blocks]);
+    float* out = found.blocks.get();
     // Otherwise blocks do not count: rows are read as they lie.
     const i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
     const AmaxCall find{call.x, out, blocks, out ? call.height : height, out ? call.width : width, call.input, call.block, call.block_rows, call.threads};
