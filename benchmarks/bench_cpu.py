@@ -3,8 +3,9 @@
     python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE ...]
 
 Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
-calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries. Times are
-medians, with the smallest beside them. --peers: a Python that has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
+calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries; short ones
+after one that is not timed, but for those of all sizes. Times are medians, with the smallest beside them. --peers: a Python that
+has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
 Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
 
@@ -115,12 +116,12 @@ class Bench:
         self.threads = fp4kit.num_threads()
         self.extra: dict[str, Any] = {}
 
-    def watches(self, case: Case, specification: bool = True) -> dict[str, Watch]:
+    def watches(self, case: Case, specification: bool = True, is_warm: bool = True) -> dict[str, Watch]:
         """Stop-watches of a case by the names of CpuRow.times."""
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
             for what, call in case.calls.items():
-                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count))  # type: ignore[misc]
+                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count), is_warm=is_warm)  # type: ignore[misc]
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
@@ -186,7 +187,7 @@ def sizes(bench: Bench) -> None:
         for recipe in ("nvfp4-te", "mxfp4-ocp"):
             case = cpu_cases.quantize_whole(recipe, x)
             cpu_cases.check_rows(case.target, x)
-            times = alternate(bench.watches(case, specification=nbytes <= SIZES[1]), bench.args.repeat)
+            times = alternate(bench.watches(case, nbytes <= SIZES[1], is_warm=False), bench.args.repeat)
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times))
             del case  # and its target
 
@@ -206,7 +207,7 @@ def ggml(bench: Bench) -> None:
                 for case in cases[: 2 if dtype == F32 else 1]:
                     check(case)
                     mine = {name: found for name, found in bench.watches(case, False).items() if name.startswith("one")}
-                    times = alternate(mine | {"ggml": watch(others[case.operation])}, bench.args.repeat)
+                    times = alternate(mine | {"ggml": watch(others[case.operation], is_warm=True)}, bench.args.repeat)
                     peers = {"ggml": times.pop("ggml")}
                     bench.keep(CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers))
 
