@@ -14,6 +14,7 @@ RULES = SOURCE.parent.parent / "cuda" / "kernels" / "rules"
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
 PROGRAM = """
 #include <cstdio>
+#include <initializer_list>
 
 #include "decode.h"
 #include "encode.h"

@@ -10,6 +10,7 @@
 #endif
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -41,14 +42,18 @@ void take_units(Pool& p, bool is_owner) {
   }
 }
 
-// Waits, some microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which takes as long.
+// Waits, 50 microseconds at most: a call of two rounds, or the next call of a loop, need not wake threads up, which takes as long.
 template <class Condition>
 void wait_briefly(Condition is_met) {
-  for (int i = 0; i < 1000 && !is_met(); ++i) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (is_met()) return;
 #if defined(__x86_64__)
-    __builtin_ia32_pause();
+      __builtin_ia32_pause();
 #endif
-  }
+    }
+  } while (std::chrono::steady_clock::now() < end);
 }
 
 // The processor that this thread is on; -1 where the system does not tell.
