@@ -44,8 +44,10 @@ static u64 quotients(int bits) {
   u64 wrong = 0;
   for (u32 x = 0; x < 1u << 23; x += 1u << (24 - bits)) {
     u32 count = 0;
-    for (u32 d = 0; d < 1u << 23; ++d)
-      count += bits_of(quotient_by(significand(x), significand(d), 1.0f / significand(d))) != bits_of(significand(x) / significand(d));
+    for (u32 i = 0; i < 1u << 23; ++i) {
+      const float a = significand(x), d = significand(i);
+      count += bits_of(quotient_by(a, d, 1.0f / d)) != bits_of(a / d);
+    }
     wrong += count;
   }
   return wrong;
