@@ -234,15 +234,14 @@ class _Run:
 
     def _workers(self) -> tuple[int, bool]:
         """How many workers of this machine there are, and whether they are threads."""
-        asked, many = self.options.workers, max(2, num_threads())
-        if self.options.devices:
-            return asked or many, True
-        if engine() == "reference":
+        asked = self.options.workers
+        if not self.options.devices and engine() == "reference":
             return asked or 1, False
-        are_faster = (asked or many) >= FROM_WORKERS and bytes_to_read(self.plan) >= FROM_BYTES
-        if self.options.processes and are_faster:
-            return asked or min(many, MOST_PROCESSES), False
-        return asked or many, True
+        workers = asked or max(2, num_threads())
+        are_faster = workers >= FROM_WORKERS and bytes_to_read(self.plan) >= FROM_BYTES
+        if self.options.devices or not (self.options.processes and are_faster):
+            return workers, True
+        return asked or min(workers, MOST_PROCESSES), False
 
     def _check(self, job: Job, found: Measured) -> None:
         """Raise CheckpointError for what a measured weight may not hold."""

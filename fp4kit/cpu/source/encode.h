@@ -79,8 +79,9 @@ template <class E, class In>
 constexpr float short_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
   if (!E::kDivide) return E::kFlush ? 0x1p100f : 0x1p127f;
-  constexpr int kLost = In::kLeastExponent - (E::kRoundScaled ? In::kLeastExponent : -149);
-  return !kHasSlowDivision ? 0.0f : E::kSign != Sign::negative || kLost >= 90 ? 0x1p90f : static_cast<float>(1 << kLost % 90);
+  if (!kHasSlowDivision) return 0.0f;
+  constexpr int kRoom = E::kRoundScaled ? 0 : In::kLeastExponent + 149;  // binades from the least element down to the least quotient
+  return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : 0x1p90f;
 }
 constexpr float kShortFrom = 0x1p-90f;  // divisors above this
 constexpr float kShortMost = 6.9f;      // by a product within 2^-22; rounded to 8 bits again it stays below 7

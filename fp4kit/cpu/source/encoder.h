@@ -75,7 +75,8 @@ struct Encoder {
   // Whether all elements of blocks of these amaxes take the short way under these factors.
   bool is_short(const float* amax, const float* by_block, i64 count) const {
     const float below = call.random || call.seed ? 0.0f : element.short_below[call.input];
-    u32 other = below == 0.0f;
+    if (below == 0.0f) return false;
+    u32 other = 0;
     if (element.divides)
       for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below);
     else
@@ -137,7 +138,8 @@ struct Encoder {
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 line = part.row / call.block_rows, given = line * call.block_step + first;
     const float *amax = known.data ? known.data + line * known.step + first : found, *scaled_amax = amax;
-    bool is_shorter = false;
+    Factors factors{nullptr, nullptr};
+    bool takes_short_way = false;
     if (call.rule < 0) {
       if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
       put_factors(part, given, count, by_block);
@@ -147,15 +149,14 @@ struct Encoder {
       if (!find_scales(x, part.rows, count, scaled_amax, tensor(part.row), codes, by_block)) return false;
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
-      is_shorter = is_short(amax, by_block, count);
+      takes_short_way = is_short(amax, by_block, count);
     }
-    const float* by = spread(by_block, count, by_run);
-    if (!by) return false;
+    factors.by = spread(by_block, count, by_run);
+    if (!factors.by) return false;
     if (element.then && !is_usable(tensor(part.row).encode, true)) return false;
-    Factors factors{by, is_shorter ? by : nullptr};
-    if (is_shorter && element.divides) {
-      for (i64 i = 0; i < (part.columns + kRun - 1) / kRun; ++i) reciprocals[i] = 1.0f / by[i];
-      factors.reciprocals = reciprocals;
+    if (takes_short_way) {
+      factors.reciprocals = element.divides ? reciprocals : factors.by;
+      for (i64 i = 0; element.divides && i < (part.columns + kRun - 1) / kRun; ++i) reciprocals[i] = 1.0f / factors.by[i];
     }
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
     if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, scaled_amax, count);

@@ -97,14 +97,15 @@ bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
     if (call.tensor_step) return find_rows<In>(call, rule, found);
+    // Where blocks do not count, rows are read as they lie.
+    i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
     const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
     const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
-    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements)
+    if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements) {
       found.blocks.reset(new float[lines * blocks]);
-    float* out = found.blocks.get();
-    // Otherwise blocks do not count: rows are read as they lie.
-    const i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
-    const AmaxCall find{call.x, out, blocks, out ? call.height : height, out ? call.width : width, call.input, call.block, call.block_rows, call.threads};
+      height = call.height, width = call.width;
+    }
+    const AmaxCall find{call.x, found.blocks.get(), blocks, height, width, call.input, call.block, call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
     found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));

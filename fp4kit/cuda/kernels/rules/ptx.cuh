@@ -19,9 +19,10 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not.
+  // 2^24 times the product is rounded to 24 bits where the product is subnormal; it overflows only where that is not. By a mask: a choice
+  // between floats keeps loops from becoming vectors.
   const float x = flush(a), y = flush(b), product = x * y;
-  return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));  // vectors: of one mask
+  return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));
 #endif
 }
 
