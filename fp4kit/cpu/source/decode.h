@@ -99,8 +99,33 @@ struct Decoder {
     }
   }
 
+  // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors have twice as many.
+  static constexpr bool kHasBits = [] {
+    if constexpr (Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger)
+      return std::is_same_v<typename R::DecodeRule::Scale, float> && &R::DecodeRule::apply == &decode_product::apply;
+    else return false;
+  }();
+  static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits, kMostField = 127 + Element::kEmax;  // of exponents, without scale
+
+  // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to kMantissaBits, bits
+  // grow by 2^(7 - k) for a code, so that they are the least of these lines.
+  static __forceinline__ u16 bits_under(u8 code, u16 least) {
+    const u16 magnitude = code & (Element::kSignBit - 1u);
+    u16 grown = static_cast<u16>((magnitude - 1u) << 7);
+    for (int k = 1; k <= Element::kMantissaBits; ++k) grown = minimum(grown, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
+    return static_cast<u16>((magnitude ? grown + least : 0u) | (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
+  }
+
   // Values of codes, one a byte.
   __forceinline__ void put_values(const u8* __restrict codes, i64 count, Value* __restrict out) const {
+    if constexpr (kHasBits) {
+      const int power = static_cast<int>(bits_of(scale) >> 23) - 127;  // where the scale is one of two
+      if (!(bits_of(scale) & 0x807FFFFFu) && kLeastField + power > 0 && kMostField + power < 255) {
+        const u16 least = static_cast<u16>((kLeastField + power) << 7);
+        for (i64 i = 0; i < count; ++i) out[i] = bits_under(codes[i], least);
+        return;
+      }
+    }
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(meant(codes[i]));
   }
 
