@@ -7,7 +7,7 @@ from types import FunctionType
 
 import numpy as np
 import pytest
-from engine_cases import COVERED, NEEDS_ENGINE, as_large_ones, assert_equal
+from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, as_large_ones, assert_equal
 from exhaustive import half
 from inputs import BF16, NAMES, ordinary
 from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
@@ -69,6 +69,94 @@ def test_other_values(name, dtype):
     assert kept("quantize") == [prepared.QuantizeCall if covered else FunctionType] * 2
     by_library = covered and RECIPES[name].fake_rule is None
     assert kept("fake_quantize") == [prepared.FakeQuantizeCall if by_library else FunctionType]
+
+
+def check_repeated(x, name, **options):
+    """Results of the specification, of calls that go the full way, that are repeated, and that write to what is there."""
+    q = SPECIFICATION.apply(fp4kit.quantize, x, name, **options)
+    values = SPECIFICATION.apply(fp4kit.fake_quantize, x, name, **options)
+    out = fp4kit.quantize(x, name, **options)
+    for _ in range(2):
+        assert_equal(fp4kit.quantize(x, name, **options), q, "new")
+        assert_equal(fp4kit.quantize(x, name, **options, out=out), q, "out")
+        assert_equal(fp4kit.fake_quantize(x, name, **options), values, "fake")
+        assert_equal(fp4kit.dequantize(q), SPECIFICATION.apply(fp4kit.dequantize, q), "values")
+
+
+def are_by_library(name):
+    """Whether all that is kept is one call of the library; where the library has the recipe."""
+    kinds = {prepared.QuantizeCall, prepared.FakeQuantizeCall, prepared.DequantizeCall}
+    return {type(call) for call in repeat._CALLS.values()} == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
+
+
+KINDS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "int8-modelopt")
+MATRICES = ("whole", "rows backwards", "columns backwards", "transposed", "gaps", "every other row", "one column for all")
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("view", MATRICES)
+@pytest.mark.parametrize("name", KINDS)
+def test_views_and_axes(name, view, axis):
+    check_repeated(VIEWS[view](ordinary(4, (128, 256), BF16)), name, axis=axis)
+    assert are_by_library(name)
+
+
+def test_one_row_of_elements_apart():
+    x = ordinary(4, (128, 256), BF16)
+    for name in KINDS:
+        check_repeated(VIEWS["one column"](x), name)
+        assert are_by_library(name)
+
+
+@pytest.mark.parametrize("axis", range(-3, 3))
+def test_axes_of_three_dimensions(axis):
+    x = ordinary(4, (32, 64, 96), BF16)
+    for name in ("nvfp4-te", "nvfp4-te-2d", "mxfp8-te"):
+        check_repeated(x, name, axis=axis)
+        check_repeated(x[:, ::2].transpose(2, 0, 1), name, axis=axis)
+
+
+def amaxes(own):
+    """Amaxes that a caller may have: of other values, kinds, dtypes, strides; those that the rules have no scale for."""
+    for value in (1.0, 6.0, 448 * 6.0, 0.0, 1e-45, 1e-38, 3e38):
+        yield np.full_like(own, value)
+    spread = np.zeros((2 * own.size,), np.float32)
+    spread[::2] = own.reshape(-1)
+    yield from (own, own / 2, own.astype(np.float64), own.astype(BF16), np.full_like(own, np.inf), spread[::2].reshape(own.shape))
+    if own.size == 1:
+        yield from (1.0, float(own), np.float32(own), -0.0, 1e-60, 1e60, 7, np.float64(2.5))
+
+
+WITH_AMAX = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-modelopt", "nvfp4-flashinfer", "int8-modelopt-channel")
+
+
+@pytest.mark.parametrize("name", WITH_AMAX)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_amaxes_that_are_given(name, axis):
+    x = ordinary(5, (128, 64), BF16)
+    for amax in amaxes(np.asarray(fp4kit.quantize(x, name, axis=axis).tensor_amax)):
+        check_repeated(x, name, axis=axis, tensor_amax=amax)
+    assert are_by_library(name)
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, lambda amax: np.array(amax, np.float32)], ids=["float", "float32", "array"])
+@pytest.mark.parametrize("function", [fp4kit.quantize, fp4kit.fake_quantize])
+def test_a_wrong_amax_after_a_right_one(function, kind):
+    x = ordinary(5, SHAPE)
+    for wrong in (np.nan, -1.0, -1e-45, -np.inf):
+        for _ in range(2):
+            function(x, "nvfp4-te", tensor_amax=kind(1))
+        with pytest.raises(ValueError, match=f"^{function.__name__}: tensor_amax holds 1 "):
+            function(x, "nvfp4-te", tensor_amax=kind(wrong))
+
+
+def test_an_amax_that_is_written_to_by_its_own_call():
+    x = ordinary(5, SHAPE)
+    for _ in range(3):
+        out = fp4kit.quantize(x, "nvfp4-te")
+        out.tensor_amax[...] = 3
+        fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out)
+        assert_equal(out, SPECIFICATION.apply(fp4kit.quantize, x, "nvfp4-te", tensor_amax=3.0))
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "int8-modelopt"])

@@ -122,8 +122,8 @@ class _Scales(NamedTuple):
 
 
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
-    """A call for a contiguous matrix like x, and one tensor scale, without addresses."""
-    shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=False)
+    """A call for a matrix like x, and one tensor scale, without addresses."""
+    shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     like = source(x)
     like.data = None
     return EncodeCall(

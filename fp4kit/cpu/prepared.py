@@ -1,11 +1,12 @@
 """Calls on NumPy arrays as call/repeat.py keeps them: one call of the library, which is told the addresses alone.
 
-Those of quantize, dequantize and fake_quantize on whole contiguous arrays are kept. What holds NaN or infinities goes the full
-way, and so does a call in a thread whose arithmetic is not IEEE's.
+Those of quantize, dequantize and fake_quantize on whole matrices are kept, whatever their strides and axis, and on contiguous
+arrays. What holds NaN or infinities goes the full way, and so does a call in a thread whose arithmetic is not IEEE's.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -28,9 +29,16 @@ MOST_TENSORS = 1 << 12  # tensor scales of a dequantize that is repeated: they a
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
+def _given(amax: Any) -> Any:
+    """Where the library finds a tensor_amax: a number, or float32 values in order; None for others."""
+    if type(amax) is not np.ndarray:
+        return ctypes.byref(ctypes.c_float(amax))
+    return amax.ctypes.data if amax.dtype == _FLOAT32 and amax.flags.c_contiguous and amax.flags.aligned else None
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """quantize along rows, with nearest rounding and linear scales; tensor: index of the tensor rule, -1 without."""
+    """quantize with nearest rounding and linear scales; tensor: index of the tensor rule, -1 without."""
 
     like: EncodeCall
     tensor: int
@@ -41,8 +49,9 @@ class QuantizeCall:
     fields: dict[str, Any]
     library: Callable[..., int]
 
-    def __call__(self, x: np.ndarray, given: None, out: Quantized | None) -> Quantized | None:
-        if not is_ieee():
+    def __call__(self, x: np.ndarray, given: Any, out: Quantized | None) -> Quantized | None:
+        amax = None if given is None else _given(given)
+        if not is_ieee() or (given is not None and amax is None):
             return None
         q = self._new() if out is None else out
         scales = None if q.block_scale is None else q.block_scale.ctypes.data
@@ -50,7 +59,7 @@ class QuantizeCall:
         if self.tensor >= 0:
             tensor = q.tensor_scale.ctypes.data, q.tensor_amax.ctypes.data
         threads = threads_for(self.size)
-        undone = self.library(self.like, x.ctypes.data, q.packed.ctypes.data, scales, *tensor, self.tensor, threads)
+        undone = self.library(self.like, x.ctypes.data, amax, q.packed.ctypes.data, scales, *tensor, self.tensor, threads)
         return None if undone else q
 
     def _new(self) -> Quantized:
@@ -61,6 +70,11 @@ class QuantizeCall:
             "tensor_amax": np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
         }
         return assembled(arrays | self.fields)
+
+
+def _in_place(values: np.ndarray, axis: int) -> np.ndarray:
+    """With the last axis where it belongs."""
+    return values if axis == values.ndim - 1 else np.moveaxis(values, -1, axis)
 
 
 def _is_whole(*arrays: Any) -> bool:
@@ -74,31 +88,40 @@ class _Like(NamedTuple):
     tensor: int
 
 
+def _matrix(call: Call) -> np.ndarray | None:
+    """x as one matrix, whose rows are quantized; None where it is none, or too large for one call of the library."""
+    moved, r = call.moved, call.recipe
+    if not 0 < moved.size <= ELEMENTS_PER_CALL or (moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)):
+        return None
+    matrix: np.ndarray = moved.reshape(-1, moved.shape[-1])
+    covered = 1 if call.tensor_amax is None or r.tensor_scaling != "tensor" else call.tensor_amax.size
+    return matrix if covered == 1 else None
+
+
 def _like(call: Call, packed_step: int, scales_step: int) -> _Like | None:
-    """That of a call on the rows of a whole array, None where it would not be one call of the library."""
-    r, given = call.recipe, (call.random, call.mask, call.block_amax, call.tensor_amax)
-    plain = all(a is None for a in given) and not r.search
-    rows = call.axis == call.x.ndim - 1 and (call.x.ndim <= 2 or r.block_rows == 1)
-    if not (plain and rows and r.tensor_scaling != "block" and _is_whole(call.x)) or call.x.size > ELEMENTS_PER_CALL:
+    """That of a call on a matrix, None where it would not be one call of the library."""
+    r, x = call.recipe, _matrix(call)
+    plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
+    if x is None or not plain or r.tensor_scaling == "block":
         return None
     key = tensor_key(r)
     try:
         found = functions()
         tensor = -1 if key is None else found.fp4kit_tensor(key.encode())
         kernels = kernels_of(r)
-        check_array(call.x)
+        check_array(x)
     except Declined:
         return None
     if key is not None and tensor < 0:
         return None
-    like = encode_call(call.x.reshape(-1, call.x.shape[-1]), kernels, packed_step, scales_step)
+    like = encode_call(x, kernels, packed_step, scales_step)
     like.tensor_step = r.tensor_scaling == "row"
     return _Like(like, tensor)
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     """What repeats a call that went the full way; None where it would not be one call of the library."""
-    r, out, shape = call.recipe, call.out, call.x.shape
+    r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
     if both or call.layout != "linear" or not _is_whole(*parts):
         return None
@@ -106,50 +129,55 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     like = _like(call, packed[-1], 0 if scales is None else scales[-1])
     if like is None:
         return None
-    fields = {"shape": shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
+    fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
     return QuantizeCall(*like, call.x.size, packed, scales, tensor_amax_shape(shape, r), fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """fake_quantize along rows, by codes and with nearest rounding."""
+    """fake_quantize by codes and with nearest rounding; shape: that of the values with their axis last."""
 
     like: EncodeCall
     tensor: int
     values: DecodeCall
     shape: tuple[int, ...]
+    axis: int
     dtype: np.dtype
     size: int
     library: Callable[..., int]
 
-    def __call__(self, x: np.ndarray, given: None) -> np.ndarray | None:
-        if not is_ieee():
+    def __call__(self, x: np.ndarray, given: Any) -> np.ndarray | None:
+        amax = None if given is None else _given(given)
+        if not is_ieee() or (given is not None and amax is None):
             return None
-        out = empty(self.shape, self.dtype)
-        undone = self.library(self.like, self.values, x.ctypes.data, out.ctypes.data, self.tensor, threads_for(self.size))
-        return None if undone else out
+        out, threads = empty(self.shape, self.dtype), threads_for(self.size)
+        undone = self.library(self.like, self.values, x.ctypes.data, amax, out.ctypes.data, self.tensor, threads)
+        return None if undone else _in_place(out, self.axis)
 
 
 def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     """What repeats the call that gave `values`."""
-    r, shape = call.recipe, call.x.shape
+    r, shape = call.recipe, call.moved.shape
     like = None if r.fake_rule is not None else _like(call, 0, 0)
     if like is None:
         return None
     try:
         found = functions().fp4kit_fake_quantize
-        decode = decode_call(np.reshape(values, (-1, shape[-1])), r, 0, None if r.scale is None else 0)
+        flat = np.moveaxis(values, call.axis, -1).reshape(-1, shape[-1])
+        decode = decode_call(flat, r, 0, None if r.scale is None else 0)
     except Declined:
         return None
-    return FakeQuantizeCall(*like, decode, shape, call.x.dtype, call.x.size, found)
+    decode.out_step = shape[-1]
+    return FakeQuantizeCall(*like, decode, shape, call.axis, call.x.dtype, call.x.size, found)
 
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """dequantize along rows of linear scales."""
+    """dequantize of linear scales; shape: that of the values with their axis last."""
 
     like: DecodeCall
     shape: tuple[int, ...]
+    axis: int
     dtype: np.dtype
     size: int
     is_quick: bool
@@ -163,24 +191,24 @@ class DequantizeCall:
         tensor = tensors_of(q).ctypes.data
         threads = threads_for(self.size, self.is_quick)
         undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads)
-        return None if undone else values
+        return None if undone else values if out is not None else _in_place(values, self.axis)
 
 
 def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     """The call that gave `values`, in its out or new; None where it would not be one call of the library."""
     r, tensors = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size
-    rows = q.axis == len(q.shape) - 1 and q.scale_layout == "linear"
     few = values.size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MOST_TENSORS)
-    if not (rows and few and _is_whole(q.packed, q.block_scale, values)):
+    moved = np.moveaxis(values, q.axis, -1)  # of an out, perhaps strided
+    if not (few and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
         return None
-    flat = values.reshape(prod(q.shape[:-1]), q.shape[-1])
+    flat = moved.reshape(prod(q.moved_shape[:-1]), q.moved_shape[-1])
     try:
         found = functions().fp4kit_dequantize
         call = decode_call(flat, r, q.packed.shape[-1], None if q.block_scale is None else q.block_scale.shape[-1])
     except Declined:
         return None
     call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
-    return DequantizeCall(call, q.shape, values.dtype, values.size, are_looked_up(r), found)
+    return DequantizeCall(call, q.moved_shape, q.axis, values.dtype, values.size, are_looked_up(r), found)
 
 
 def _goes_the_full_way(*arguments: Any) -> None:

@@ -50,7 +50,7 @@ bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& par
   u8* codes = scratch<u8>(static_cast<size_t>(part.rows * (bytes + blocks)));
   u8* scales = call.rule < 0 ? nullptr : codes + part.rows * bytes;
   EncodeCall encode = call;
-  encode.x.data = static_cast<const char*>(call.x.data) + (part.row * call.x.row_step + part.column) * itemsize;
+  encode.x.data = static_cast<const char*>(call.x.data) + (part.row * call.x.row_step + part.column * call.x.column_step) * itemsize;
   encode.encode += part.row * call.tensor_step;
   encode.decode += part.row * call.tensor_step;
   encode.amax += part.row * call.tensor_step;

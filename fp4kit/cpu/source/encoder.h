@@ -53,8 +53,8 @@ struct Encoder {
   // Whether rows follow each other wherever they are read or written, so that those of a unit are one long row.
   const bool is_flat = [](const EncodeCall& c, bool four) {
     const i64 columns = c.x.columns, blocks = columns / c.block;
-    return is_plain(c.x) && c.block_rows == 1 && columns % c.block == 0 && c.tensor_step == 0 && c.packed_step == (four ? columns / 2 : columns) &&
-           (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
+    return (is_gathered(c.x) || c.x.row_step == columns) && c.block_rows == 1 && columns % c.block == 0 && c.tensor_step == 0 &&
+           c.packed_step == (four ? columns / 2 : columns) && (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
            (!c.random || c.random_step == columns) && (!c.seed || c.stride == columns);
   }(call, element.four);
 

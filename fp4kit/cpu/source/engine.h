@@ -59,13 +59,14 @@ extern "C" {
 
 FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) { encode_units(*call, {}); }
 
-// A whole quantize of a contiguous matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with
-// tensor scales, one or one a row (tensor: index of their rule, else -1), into decode and amax. Returns 1 where it has to be done otherwise.
-FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* packed, u8* scales, float* decode, float* amax, i32 tensor,
-                                  i32 threads) {
+// A whole quantize of a matrix whose shape, strides and recipe are those of `like`: into packed and scales, and for a recipe with tensor
+// scales, one or one a row (tensor: index of their rule, else -1), of given amaxes or (nullptr) of those of x, into decode and amax.
+// Returns 1 where it has to be done otherwise.
+FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, const float* given, u8* packed, u8* scales, float* decode,
+                                  float* amax, i32 tensor, i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
   Found found(call);
-  if (!find_tensors(call, tensor, found)) return 1;
+  if (!find_tensors(call, tensor, given, found)) return 1;
   found.set(call);
   if (decode) std::memcpy(decode, found.decode.data(), found.decode.size() * sizeof(float));
   if (amax) std::memcpy(amax, found.amax.data(), found.amax.size() * sizeof(float));
@@ -78,11 +79,12 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* like, const void* x, u8* pac
 }
 
 // A whole fake_quantize, of the same, into out: the values of codes and scales that are gone with their unit. values: how they are decoded.
-FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x, void* out, i32 tensor, i32 threads) {
+FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall* values, const void* x, const float* given, void* out,
+                                       i32 tensor, i32 threads) {
   EncodeCall call = call_at(*like, x, threads);
   DecodeCall target = *values;
   Found found(call);
-  if (!find_tensors(call, tensor, found)) return 1;
+  if (!find_tensors(call, tensor, given, found)) return 1;
   found.set(call);
   target.tensors = {call.encode, call.decode, call.amax, call.tensor_step, 0};
   target.out = out;

@@ -89,23 +89,36 @@ bool find_rows(const EncodeCall& call, i32 rule, Found& found) {
   return finite;
 }
 
-// The tensor scales by the tensor rule `rule` (-1: none); false where an element is not finite. The amaxes of blocks are found, too, where
-// they are few, or one thread reads them again from its cache: to have many of another core takes longer than to find them anew.
-bool find_tensors(const EncodeCall& call, i32 rule, Found& found) {
+// Those of amaxes that are given; false where one is infinite, NaN or negative.
+bool set_tensors(const EncodeCall& call, i32 rule, const float* given, Found& found) {
+  for (size_t i = 0; i < found.amax.size(); ++i) {
+    if (bits_of(given[i]) >= kInfinityBits) return false;
+    found.put(static_cast<i64>(i), kTensors[rule].scale[call.input](given[i]));
+  }
+  return true;
+}
+
+// The tensor scales by the tensor rule `rule` (-1: none) of given amaxes or (nullptr) of those that are found; false where an element, or a
+// given one, is not finite. The amaxes of blocks are found, too, where they are few, or one thread reads them again from its cache: to have
+// many of another core takes longer than to find them anew.
+bool find_tensors(const EncodeCall& call, i32 rule, const float* given, Found& found) {
   constexpr i64 kMostElements = 1 << 22;
   if (rule < 0) return true;
+  if (given) return set_tensors(call, rule, given, found);
   return by_input(call.input, [&](auto in) {
     using In = decltype(in);
     if (call.tensor_step) return find_rows<In>(call, rule, found);
-    // Where blocks do not count, rows are read as they lie.
-    i64 width = minimum(call.x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
+    Source x = call.x;
+    i64 height = call.height, width = call.width;
     const i64 blocks = call.x.columns / call.block, lines = call.x.rows / call.block_rows;
     const bool is_whole = blocks * call.block == call.x.columns && lines * call.block_rows == call.x.rows;
     if (call.rule >= 0 && (call.threads == 1 || call.block_rows > 1) && is_whole && call.x.rows * call.x.columns <= kMostElements) {
       found.blocks.reset(new float[lines * blocks]);
-      height = call.height, width = call.width;
+    } else {  // elements are read as they lie
+      if (x.column_step != 1 && x.row_step == 1) x = {x.data, x.columns, x.rows, x.column_step, 1, x.hadamard};
+      if (x.column_step == 1) width = minimum(x.columns, call.height * call.width), height = maximum<i64>(call.height * call.width / width, 1);
     }
-    const AmaxCall find{call.x, found.blocks.get(), blocks, height, width, call.input, call.block, call.block_rows, call.threads};
+    const AmaxCall find{x, found.blocks.get(), blocks, height, width, call.input, call.block, call.block_rows, call.threads};
     const u32 bits = fp4kit_amax(&find);
     if (bits >= Input<In>::kInfinity) return false;
     found.put(0, kTensors[rule].scale[call.input](Input<In>::value(static_cast<typename Input<In>::Bits>(bits))));

@@ -40,8 +40,8 @@ void run_units(i64 units, int threads, Work& work) {
 // Whether one of the units of a call is marked.
 bool any(const std::vector<u8>& marks) { return std::memchr(marks.data(), 1, marks.size()) != nullptr; }
 
-// Whether the rows of a matrix follow each other in memory as they are.
-bool is_plain(const Source& x) { return x.column_step == 1 && x.row_step == x.columns && x.hadamard < 0; }
+// Whether elements are brought together, or transformed, before they are read.
+bool is_gathered(const Source& x) { return x.column_step != 1 || x.hadamard >= 0; }
 
 // The elements of a part, in contiguous rows.
 template <class Bits>
@@ -52,7 +52,7 @@ struct View {
 
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Part& part) {
-  if (x.column_step == 1 && x.hadamard < 0)
+  if (!is_gathered(x))
     return {static_cast<const Bits*>(x.data) + part.row * x.row_step + part.column, x.row_step};
   Bits* copy = scratch<Bits>(part.rows * part.columns);
   gather<Bits>(x, part.row, part.rows, part.column, part.columns, part.columns, copy);
