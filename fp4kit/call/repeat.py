@@ -27,8 +27,8 @@ by_specification: ContextVar[bool] = ContextVar("by_specification", default=Fals
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
     """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full way.
 
-    arrays: of NumPy or CuPy, or tensors of PyTorch on CUDA, Quantized of them, None for an array that is not given, or beside NumPy
-    arrays a float; any others make a call without a key. others: all other arguments that a check depends on.
+    arrays: of NumPy or CuPy, or tensors of PyTorch on CUDA, Quantized of them, None for an array that is not given, beside those
+    of NumPy a float; any others make a call without a key. others: all other arguments that a check depends on.
     """
     x = arrays[0]
     own = type(x)
@@ -75,7 +75,7 @@ def _cupy_facts(a: Any) -> Hashable:
 
 def _numpy_facts(a: Any) -> Hashable:
     if type(a) in (float, np.float32):  # an amax, whose value nothing that is kept depends on
-        return type(a)
+        return type(a).__name__
     if type(a) is not np.ndarray:
         raise TypeError(type(a))
     return np.ndarray, a.shape, a.dtype, a.strides, a.flags.num  # flags: alignment, and whether it can be written to
