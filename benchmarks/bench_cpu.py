@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import cpu_report
 import cpu_search
 import numpy as np
 from cpu_cases import Case, check, normal
+from cpu_loops import two_passes
 from cpu_rows import SEVEN, CpuRow, Watch, alternate, watch
 from cpu_sweep import SHAPES, sweep
 from measure import BF16, F16, F32, output_of
@@ -175,10 +177,10 @@ def _seven(bench: Bench) -> Iterator[str]:
 
 
 def sizes(bench: Bench) -> None:
-    """quantize from 1 MB to 8 GB of input."""
+    """quantize from 1 MB to 8 GB of input, beside a streaming loop over as many bytes."""
     left_out = bench.extra.setdefault("left out", {})
     for nbytes in SIZES[:1] if bench.args.quick else SIZES:
-        needed, there = nbytes * 16 // 10 + SPARE, available()
+        needed, there = nbytes * 21 // 10 + SPARE, available()
         if there < needed:
             left_out[f"{nbytes >> 20} MiB"] = f"needs {needed >> 20} MiB of memory, {there >> 20} were there"
             continue
@@ -187,9 +189,16 @@ def sizes(bench: Bench) -> None:
         for recipe in ("nvfp4-te", "mxfp4-ocp"):
             case = cpu_cases.quantize_whole(recipe, x)
             cpu_cases.check_rows(case.target, x)
-            times = alternate(bench.watches(case, nbytes <= SIZES[1], is_warm=False), bench.args.repeat)
-            bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times))
-            del case  # and its target
+            with ThreadPoolExecutor(bench.threads) as pool:
+                words = x.reshape(-1).view(np.int64)
+                loops = {name: watch(two_passes(words, target, bench.threads, pool)) for name, target in (
+                    ("loop", None), ("loop into", np.zeros(len(words) // 4, np.int64)),
+                )}  # fmt: skip
+                mine = bench.watches(case, nbytes <= SIZES[1], is_warm=False)
+                times = alternate(mine | loops, bench.args.repeat)
+            peers = {name: times.pop(name) for name in loops}
+            bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
+            del case, loops  # and their targets
 
 
 def ggml(bench: Bench) -> None:

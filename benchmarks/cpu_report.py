@@ -146,14 +146,18 @@ def _size_cells(row: CpuRow) -> tuple[str, ...]:
     size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
     elements = row.bytes / 2
     names = ("all", "all into", "one")
-    each = (f"{row.times[name].median * 1e3 / elements:.3f}" if name in row.times else "" for name in names)
+    found = [*(row.times.get(name) for name in names), *(row.peers.get(name) for name in ("loop", "loop into"))]
+    each = ("" if us is None else f"{us.median * 1e3 / elements:.3f}" for us in found)
     return row.recipe, size, *each, _gb(row.rate("all")), _gb(row.rate("one")), _gb(row.rate("specification"))
 
 
 _HEADS = {
     "ggml": ("operation", "recipe", "from", "fp4kit", "into `out`", "ggml, from or to fp32", "times (into `out`)"),
     "small": ("operation", "recipe", "a call", "into `out`", "1 thread", "specification", "times"),
-    "sizes": ("recipe", "input", "ns an element", "into `out`", "1 thread", "GB/s", "1 thread", "specification"),
+    "sizes": (
+        "recipe", "input", "ns an element", "into `out`", "1 thread", "two passes of a loop", "into what is there",
+        "GB/s", "1 thread", "specification",
+    ),
 }
 
 

@@ -38,8 +38,8 @@ def watch(
 ) -> Watch:
     """A stop-watch of a call, which it makes in a context: once or twice to warm up, then in batches lasting so long.
 
-    is_warm: calls below WARMED seconds that are timed alone come after one that is not timed: what the call before it left in the
-    caches, of one thread or of a specification with gigabytes of temporaries, is not theirs to pay for.
+    is_warm: calls below WARMED seconds come after one that is not timed: what the call before it left in caches, of one thread
+    or of a specification with gigabytes of temporaries, is not theirs to pay for.
     """
 
     def seconds(batch: int, warmed: bool = False) -> float:
@@ -53,7 +53,7 @@ def watch(
 
     first = seconds(1)
     batch = 1 if first > 10 * lasting else max(1, min(50, int(lasting / max(seconds(1), 1e-9))))
-    return lambda: seconds(batch, is_warm and batch == 1 and first < WARMED)
+    return lambda: seconds(batch, is_warm and first < WARMED)
 
 
 def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET) -> dict[str, Time]:
@@ -74,7 +74,7 @@ class CpuRow:
     """One timed operation. bytes: of the input, or of the output of dequantize; a rate is bytes / time.
 
     times: "one" and "all" (threads), "one into" and "all into" (memory that is there, by out=), "specification". peers: {name:
-    time} on all threads; in the group "ggml", "ggml" on one thread. failed: {peer: why}.
+    time} on all threads; in the group "ggml", "ggml" on one thread; in "sizes" a streaming loop. failed: {peer: why}.
     """
 
     group: str
@@ -149,10 +149,12 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         _sweep_bar(sweep),
         _least("times faster than the fastest other library", 5, [(row, (row.fastest_peer or (0, None))[1]) for row in seven]),
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
+        _rate_bar("one thread, quantize bf16, 55% of the bar of two", quantize, 0.55 * 2, None, "one"),
+        _rate_bar("one thread, dequantize to bf16, 55% of the bar of two", dequantize, 0.55 * 5, None, "one"),
         _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
         _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
-        _linear_bar(of["sizes"], "all", ""),
-        _linear_bar(of["sizes"], "all into", " into memory that is there"),
+        _linear_bar(of["sizes"], "all", "loop", ""),
+        _linear_bar(of["sizes"], "all into", "loop into", " into memory that is there"),
     ]
 
 
@@ -164,10 +166,10 @@ def _where(row: CpuRow) -> str:
     return f"{row.operation} {row.recipe} {row.dtype}"
 
 
-def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None) -> Bar:
+def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None, threads: str = "all") -> Bar:
     wanted = least if loop is None else min(least, 0.6 * loop)
     given = "" if wanted == least else f", 60% of {loop:.1f}"
-    return _least(f"{text}: GB/s", wanted, [(row, row.rate("all")) for row in rows], given)
+    return _least(f"{text}: GB/s", wanted, [(row, row.rate(threads)) for row in rows], given)
 
 
 def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
@@ -202,15 +204,16 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
     return Bar(text, f"{smallest['ratio']:.2f}", f"{smallest['case']}; {sweep['cases']} cases", not sweep["slower"])
 
 
-def _linear_bar(rows: list[CpuRow], name: str, into: str) -> Bar:
-    """From 32 MB on, the slowest byte against the fastest one of a recipe."""
-    text = f"time of a byte{into}, largest size over smallest from 32 MB: at most 1.25"
-    large = sorted((row for row in rows if row.bytes >= 1 << 25 and name in row.times), key=lambda row: row.bytes)
+def _linear_bar(rows: list[CpuRow], name: str, loop: str, into: str) -> Bar:
+    """From 32 MB on, of the largest size over the smallest one: what a byte takes beside one of a streaming loop of that size."""
+    text = f"time of a byte{into} over a streaming loop's, largest size over smallest from 32 MB: at most 1.25"
+    timed = (row for row in rows if row.bytes >= 1 << 25 and name in row.times and loop in row.peers)
+    large = sorted(timed, key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):
-        rates = [row.rate(name) or 0 for row in large if row.recipe == recipe]
-        if len(rates) > 1:
-            found.append((rates[0] / rates[-1], recipe))
+        beside = [row.times[name].median / row.peers[loop].median for row in large if row.recipe == recipe]
+        if len(beside) > 1:
+            found.append((beside[-1] / beside[0], recipe))
     if not found:
         return Bar(text, "", "", None)
     value, where = max(found)
