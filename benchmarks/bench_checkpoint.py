@@ -14,6 +14,7 @@ for the names of a model of 61 layers of 550 experts.
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import json
 import multiprocessing
@@ -175,6 +176,7 @@ def main() -> None:
     source = args.folder / f"model-{args.gb:g}"
     if not source.exists():
         generate(source, int(args.gb * 1e9))
+    compileall.compile_dir(Path(fp4kit.__file__).parent, quiet=2)  # as pip leaves it: workers do not compile it, each anew
     plan = make_plan(source, args.recipe)
     own, whole, moved = [], [], []
     for _ in range(args.repeat):

@@ -31,6 +31,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # Threads of PyTorch sleep when they wait. Beside the other workers they would wait most of their time: 10 s of an example of 3 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Open MPI's mpiexec refuses root, which tests in a container often are.
+os.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 # Processes that the tests start, some hundreds, would each compile the package anew where the environment forbids bytecode files,
 # and so would the next run with these files.
