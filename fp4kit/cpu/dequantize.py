@@ -10,7 +10,8 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.keys import decode_key
-from fp4kit.cpu.matrix import INPUTS, UNIT, Shape, address, blocks_of, bytes_of
+from fp4kit.cpu.matrix import INPUTS, UNIT, Shape, blocks_of, bytes_of
+from fp4kit.cpu.memory import address
 from fp4kit.cpu.native import DecodeCall, functions, threads_for
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe

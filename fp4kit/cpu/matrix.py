@@ -16,6 +16,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, not_encoded, rule_key
+from fp4kit.cpu.memory import address
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, functions, threads_for
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
@@ -105,12 +106,7 @@ class Shape(NamedTuple):
 def source(x: np.ndarray, hadamard: int | None = None) -> Source:
     """A matrix as the library takes it."""
     steps = (step // x.itemsize for step in x.strides)
-    return Source(x.ctypes.data, *x.shape, *steps, -1 if hadamard is None else hadamard)
-
-
-def address(a: np.ndarray | None) -> int | None:
-    """Of an array's first element; None for none."""
-    return None if a is None else a.ctypes.data
+    return Source(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
 class _Scales(NamedTuple):

@@ -7,7 +7,8 @@ import ctypes
 import numpy as np
 
 from fp4kit.cpu.dequantize import decoder_of
-from fp4kit.cpu.matrix import INPUTS, Shape, address, blocks_of, kernels_of, source
+from fp4kit.cpu.matrix import INPUTS, Shape, blocks_of, kernels_of, source
+from fp4kit.cpu.memory import address
 from fp4kit.cpu.native import MultiplesCall, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import search as specification

@@ -20,7 +20,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
-from fp4kit.cpu.memory import empty
+from fp4kit.cpu.memory import address, empty
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
@@ -33,7 +33,7 @@ def _given(amax: Any) -> Any:
     """Where the library finds a tensor_amax: a number, or float32 values in order; None for others."""
     if type(amax) is not np.ndarray:
         return ctypes.byref(ctypes.c_float(amax))
-    return amax.ctypes.data if amax.dtype == _FLOAT32 and amax.flags.c_contiguous and amax.flags.aligned else None
+    return address(amax) if amax.dtype == _FLOAT32 and amax.flags.c_contiguous and amax.flags.aligned else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,12 @@ class QuantizeCall:
         if not is_ieee() or (given is not None and amax is None):
             return None
         q = self._new() if out is None else out
-        scales = None if q.block_scale is None else q.block_scale.ctypes.data
-        tensor = None, None
+        scales = address(q.block_scale)
+        tensor: tuple[int | None, int | None] = None, None
         if self.tensor >= 0:
-            tensor = q.tensor_scale.ctypes.data, q.tensor_amax.ctypes.data
+            tensor = address(q.tensor_scale), address(q.tensor_amax)
         threads = threads_for(self.size)
-        undone = self.library(self.like, x.ctypes.data, amax, q.packed.ctypes.data, scales, *tensor, self.tensor, threads)
+        undone = self.library(self.like, address(x), amax, address(q.packed), scales, *tensor, self.tensor, threads)
         return None if undone else q
 
     def _new(self) -> Quantized:
@@ -151,7 +151,7 @@ class FakeQuantizeCall:
         if not is_ieee() or (given is not None and amax is None):
             return None
         out, threads = empty(self.shape, self.dtype), threads_for(self.size)
-        undone = self.library(self.like, self.values, x.ctypes.data, amax, out.ctypes.data, self.tensor, threads)
+        undone = self.library(self.like, self.values, address(x), amax, address(out), self.tensor, threads)
         return None if undone else _in_place(out, self.axis)
 
 
@@ -187,10 +187,10 @@ class DequantizeCall:
         if not is_ieee():
             return None
         values = empty(self.shape, self.dtype) if out is None else out
-        scales = None if q.block_scale is None else q.block_scale.ctypes.data
-        tensor = tensors_of(q).ctypes.data
+        scales = address(q.block_scale)
+        tensor = address(tensors_of(q))
         threads = threads_for(self.size, self.is_quick)
-        undone = self.library(self.like, q.packed.ctypes.data, scales, tensor, values.ctypes.data, threads)
+        undone = self.library(self.like, address(q.packed), scales, tensor, address(values), threads)
         return None if undone else values if out is not None else _in_place(values, self.axis)
 
 

@@ -12,7 +12,8 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import RUN, Search, Terms
 from fp4kit.cpu import multiples
 from fp4kit.cpu.keys import not_searched, rule_key
-from fp4kit.cpu.matrix import INPUTS, Shape, address, source
+from fp4kit.cpu.matrix import INPUTS, Shape, source
+from fp4kit.cpu.memory import address
 from fp4kit.cpu.native import SearchCall, functions, threads_for
 from fp4kit.recipes import Recipe
 from fp4kit.reference import search as searches
