@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -97,3 +98,17 @@ def test_calls_of_many_threads(monkeypatch):
     for thread in threads:
         thread.join()
     assert not wrong and len(memory._kept) == 1
+
+
+def test_addresses_are_those_of_numpy():
+    x = np.zeros((4, 6), BF16)
+    views = x, x[1:, 2:], x.T, x[::-1], x[:, ::-2], x[0, 0:1].reshape(()), x.view(np.uint8), np.broadcast_to(x[:1], (9, 6))
+    for a in (*views, np.empty((0, 3), np.float32)):
+        assert memory.address(a) == a.ctypes.data
+    assert memory.address(None) is None
+
+
+def test_addresses_where_arrays_are_otherwise(monkeypatch):
+    monkeypatch.setattr(memory.sys, "implementation", SimpleNamespace(name="another"))
+    x = np.zeros(3, np.float32)[1:]
+    assert memory._reader()(x) == x.ctypes.data
