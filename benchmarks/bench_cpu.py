@@ -4,7 +4,7 @@
 
 Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
 calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries; short ones
-after one that is not timed, but for those of all sizes. Times are medians, with the smallest beside them. --peers: a Python that
+after one that is not timed. Times are medians, with the smallest beside them. --peers: a Python that
 has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
 Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
@@ -118,12 +118,12 @@ class Bench:
         self.threads = fp4kit.num_threads()
         self.extra: dict[str, Any] = {}
 
-    def watches(self, case: Case, specification: bool = True, is_warm: bool = True) -> dict[str, Watch]:
+    def watches(self, case: Case, specification: bool = True) -> dict[str, Watch]:
         """Stop-watches of a case by the names of CpuRow.times."""
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
             for what, call in case.calls.items():
-                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count), is_warm=is_warm)  # type: ignore[misc]
+                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count), is_warm=True)  # type: ignore[misc]
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
@@ -191,14 +191,13 @@ def sizes(bench: Bench) -> None:
             cpu_cases.check_rows(case.target, x)
             with ThreadPoolExecutor(bench.threads) as pool:
                 words = x.reshape(-1).view(np.int64)
-                loops = {name: watch(two_passes(words, target, bench.threads, pool)) for name, target in (
-                    ("loop", None), ("loop into", np.zeros(len(words) // 4, np.int64)),
-                )}  # fmt: skip
-                mine = bench.watches(case, nbytes <= SIZES[1], is_warm=False)
+                targets = {"loop": None, "loop into": np.zeros(len(words) // 4, np.int64)}
+                loops = {n: watch(two_passes(words, target, bench.threads, pool), is_warm=True) for n, target in targets.items()}
+                mine = bench.watches(case, nbytes <= SIZES[1])
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
-            del case, loops  # and their targets
+            del case, loops, targets  # and what they write to
 
 
 def ggml(bench: Bench) -> None:

@@ -153,8 +153,8 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         _rate_bar("one thread, dequantize to bf16, 55% of the bar of two", dequantize, 0.55 * 5, None, "one"),
         _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
         _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
-        _linear_bar(of["sizes"], "all", "loop", ""),
-        _linear_bar(of["sizes"], "all into", "loop into", " into memory that is there"),
+        _linear_bar(of["sizes"], "all", ""),
+        _linear_bar(of["sizes"], "all into", " into memory that is there"),
     ]
 
 
@@ -204,16 +204,15 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
     return Bar(text, f"{smallest['ratio']:.2f}", f"{smallest['case']}; {sweep['cases']} cases", not sweep["slower"])
 
 
-def _linear_bar(rows: list[CpuRow], name: str, loop: str, into: str) -> Bar:
-    """From 32 MB on, of the largest size over the smallest one: what a byte takes beside one of a streaming loop of that size."""
-    text = f"time of a byte{into} over a streaming loop's, largest size over smallest from 32 MB: at most 1.25"
-    timed = (row for row in rows if row.bytes >= 1 << 25 and name in row.times and loop in row.peers)
-    large = sorted(timed, key=lambda row: row.bytes)
+def _linear_bar(rows: list[CpuRow], name: str, into: str) -> Bar:
+    """From 32 MB on, what a byte of the largest size takes over one of the smallest."""
+    text = f"time of a byte{into}, largest size over smallest from 32 MB: at most 1.25"
+    large = sorted((row for row in rows if row.bytes >= 1 << 25 and name in row.times), key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):
-        beside = [row.times[name].median / row.peers[loop].median for row in large if row.recipe == recipe]
-        if len(beside) > 1:
-            found.append((beside[-1] / beside[0], recipe))
+        rates = [row.rate(name) or 0 for row in large if row.recipe == recipe]
+        if len(rates) > 1:
+            found.append((rates[0] / rates[-1], recipe))
     if not found:
         return Bar(text, "", "", None)
     value, where = max(found)

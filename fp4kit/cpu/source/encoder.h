@@ -158,6 +158,7 @@ struct Encoder {
       factors.reciprocals = element.divides ? reciprocals : factors.by;
       for (i64 i = 0; element.divides && i < (part.columns + kRun - 1) / kRun; ++i) reciprocals[i] = 1.0f / factors.by[i];
     }
+    if (part.rows == 1) fetch(x.data + part.columns, part.columns);
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
     if (call.rule >= 0 && kRules[call.rule].early) clear_zero_blocks(part, scaled_amax, count);
     return true;

@@ -69,6 +69,12 @@ void touch(View<Bits> x, i64 rows, i64 columns) {
   asm volatile("" : : "r"(seen));
 }
 
+// Asks for elements that are read next, while others are encoded. There need not be any.
+template <class Bits>
+void fetch(const Bits* data, i64 count) {
+  for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
+}
+
 // The panels of a part, in the order of memory: some rows that share blocks, and kWidth columns at most. False as soon as work is.
 template <class Work>
 bool each_panel(const Part& part, i64 block, i64 block_rows, Work work) {
