@@ -19,6 +19,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
 from fp4kit.recipes import RECIPES
 from fp4kit.reference import dequantize as reference_dequantize
+from fp4kit.reference.codec import decode as value_of
 from fp4kit.reference.scaling import TensorScale
 
 pytestmark = NEEDS_ENGINE
@@ -92,6 +93,24 @@ def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_f
                 dequantize.dequantize_matrix(stored, scales, r, tensor, found)
                 reference_dequantize.dequantize_matrix(stored, scales, r, tensor, expected)
             assert_same_bits(found, expected, f"{name} to {dtype}, decode {decode}, amax {amax}")
+
+
+OF_A_BYTE = [name for name in WITH_CODES if RECIPES[name].element.bits > 4 and RECIPES[name].scale is not None]
+
+
+@pytest.mark.parametrize("name", by_default(("mxfp8-te", "mxfp8-te-e5m2", "mxfp6-torchao-floor-e2m3"), OF_A_BYTE))
+def test_every_finite_code_under_every_scale(name):
+    """A matrix each: what holds NaN would have the specification do all beside it."""
+    r = RECIPES[name]
+    stored, scales, length = every_code(r)
+    finite = np.where(np.isfinite(value_of(stored, r.element)), stored, 0).astype(np.uint8)
+    tensor = TensorScale(*(np.float32([1]) for _ in range(3)))
+    for dtype, code in itertools.product(FLOATS, range(256)):
+        found, expected = np.empty((2, 1, length), dtype)
+        with np.errstate(all="ignore"):
+            dequantize.dequantize_matrix(finite[:1], scales[code : code + 1], r, tensor, found)
+            reference_dequantize.dequantize_matrix(finite[:1], scales[code : code + 1], r, tensor, expected)
+        assert_same_bits(found, expected, f"{name} to {dtype}, scale {code}")
 
 
 ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-5)

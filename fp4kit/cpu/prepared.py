@@ -167,7 +167,6 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         decode = decode_call(flat, r, 0, None if r.scale is None else 0)
     except Declined:
         return None
-    decode.out_step = shape[-1]
     return FakeQuantizeCall(*like, decode, shape, call.axis, call.x.dtype, call.x.size, found)
 
 
