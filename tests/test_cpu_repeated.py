@@ -159,6 +159,22 @@ def test_an_amax_that_is_written_to_by_its_own_call():
         assert_equal(out, SPECIFICATION.apply(fp4kit.quantize, x, "nvfp4-te", tensor_amax=3.0))
 
 
+@pytest.mark.parametrize("value", [0.5, np.nan, np.inf])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int8-modelopt"])
+def test_an_amax_in_the_memory_of_a_result(name, value):
+    """A call that is not done by the library is done again, from what was given."""
+    x = ordinary(5, SHAPE)
+    q = fp4kit.quantize(x, name)
+    for part in ("tensor_scale", "tensor_amax"):
+        given = getattr(q, part).copy()
+        other = x.copy()
+        other[9, 70] = value
+        wanted = SPECIFICATION.apply(fp4kit.quantize, other, name, tensor_amax=given)
+        for _ in range(3):
+            out = fp4kit.quantize(x, name)
+            assert_equal(fp4kit.quantize(other, name, tensor_amax=getattr(out, part), out=out), wanted, part)
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "int8-modelopt"])
 def test_results_are_arrays_of_their_own(name):
     x = ordinary(3, SHAPE)

@@ -80,7 +80,7 @@ def quantize(
     given_scales, key = block_scale is not None or tensor_scale is not None, None
     if hadamard is False and seed is None and block_amax is None and not given_scales:
         key, repeat = find("quantize", (x, tensor_amax, out), recipe, axis, scale_layout, rounding)
-        found = repeat(x, tensor_amax, out) if repeat and is_apart(x, out) else None
+        found = repeat(x, tensor_amax, out) if repeat and _are_apart(x, tensor_amax, out) else None
         if found is not None:
             return found if out is None else written(out)
     options = Options(scale_layout, rounding, seed, hadamard)
@@ -90,6 +90,13 @@ def quantize(
     else:
         q = _quantize(x, recipe, axis, options, key, tensor_amax=tensor_amax, block_amax=block_amax, out=out)
     return q if out is None else written(out)
+
+
+def _are_apart(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
+    """Whether a call that was checked before writes to nothing that it reads; out's own amax is written with what was read."""
+    if out is None or tensor_amax is None or tensor_amax is out.tensor_amax:
+        return is_apart(x, out)
+    return is_apart(x, out) and is_apart(tensor_amax, out)
 
 
 @comes_home
