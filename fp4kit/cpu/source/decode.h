@@ -45,6 +45,10 @@ struct TensorScales {
   }
 };
 
+// A function as a type, so that two can be told apart in a constant: g++ 12 cannot compare their addresses there under a sanitizer.
+template <auto kFunction>
+struct Function {};
+
 // What R's decode rule makes of elements under one block scale and one tensor scale. Where that may be NaN, it is not for these loops, as
 // compilers do not keep the sign of a NaN: the caller is told, and has the specification do it.
 template <class R, class Out>
@@ -102,7 +106,7 @@ struct Decoder {
   // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors have twice as many.
   static constexpr bool kHasBits = [] {
     if constexpr (Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger)
-      return std::is_same_v<typename R::DecodeRule::Scale, float> && &R::DecodeRule::apply == &decode_product::apply;
+      return std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
     else return false;
   }();
   static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits, kMostField = 127 + Element::kEmax;  // of exponents, without scale
