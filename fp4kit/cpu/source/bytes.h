@@ -110,12 +110,26 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Two neighbours in memory, each as an integer of 32 bits.
-static __forceinline__ void load_two(const u32* from, u32& low, u32& high) { low = from[0], high = from[1]; }
-static __forceinline__ void load_two(const u16* from, u32& low, u32& high) {
-  u32 both;
-  std::memcpy(&both, from, 4);
-  low = both & 0xFFFFu, high = both >> 16;
+// Two neighbours in memory, each as an integer of 32 bits, of which those beyond an element's may be anything. spares_zeros: a negative zero
+// becomes zero.
+static __forceinline__ void load_two(const u32* from, u32& low, u32& high, bool spares_zeros) {
+  low = from[0], high = from[1];
+  if (spares_zeros) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
+}
+static __forceinline__ void load_two(const u16* from, u32& low, u32& high, bool spares_zeros) {
+  std::memcpy(&low, from, 4);
+  if (spares_zeros) low &= ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) | 0x7FFF7FFFu;  // a magnitude and 0x7FFF have a carry but where that is 0
+  high = low >> 16;
+}
+
+// The bits kLow of a, and kHigh of b; where one instruction selects them, others of b, too.
+template <u32 kLow, u32 kHigh>
+static __forceinline__ u32 bits_from(u32 a, u32 b) {
+#if defined(__AVX512F__)
+  return ((a ^ b) & kLow) ^ b;
+#else
+  return (a & kLow) | (b & kHigh);
+#endif
 }
 
 // Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount: 16, or 64 for bytes.

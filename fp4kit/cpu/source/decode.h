@@ -95,8 +95,20 @@ struct Decoder {
     return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
-  // The values of all 4-bit codes, as planes. g++ 12 takes over a minute to make vectors of some rule's, for which there is no need.
-  __attribute__((optimize("no-tree-loop-vectorize"))) void put_table(u8* planes) const {
+  // Whether values are products with the scale.
+  static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
+
+  // The values of all 4-bit codes, as planes.
+  void put_table(u8* planes) const {
+    if constexpr (!kIsProduct) return put_any_table(planes);
+    Value values[16];
+    for (u32 code = 0; code < 16; ++code) values[code] = (*this)(meant(code));
+    for (unsigned byte = 0; byte < sizeof(Value); ++byte)
+      for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
+  }
+
+  // g++ 12 takes over a minute to make vectors of some rule's, for which there is no need.
+  __attribute__((optimize("no-tree-loop-vectorize"))) void put_any_table(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
       const Value value = (*this)(meant(code));
       for (unsigned byte = 0; byte < sizeof(Value); ++byte) planes[16 * byte + code] = static_cast<u8>(value >> (8 * byte));
@@ -104,11 +116,7 @@ struct Decoder {
   }
 
   // Whether products with powers of two are found of codes' bits, as bfloat16 has them: in 16 bits, of which vectors have twice as many.
-  static constexpr bool kHasBits = [] {
-    if constexpr (Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger)
-      return std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
-    else return false;
-  }();
+  static constexpr bool kHasBits = Out::kIsBfloat16 && R::kHasScales && !kFour && !Element::kIsInteger && kIsProduct;
   static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits, kMostField = 127 + Element::kEmax;  // of exponents, without scale
 
   // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to kMantissaBits, bits

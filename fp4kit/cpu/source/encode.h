@@ -73,8 +73,8 @@ template <class E>
 constexpr bool kNearestE2m1 = E::Format::kIsE2m1 && E::kRounding == Rounding::rn && !E::kCompare && E::kSign != Sign::not_positive;
 
 // Factors below this let elements take the short way where what they are encoded from is below kShortMost; 0: there is none. Quotients are
-// found by reciprocals there (see quotient_by): they are those rounded once, for all elements of 8 and of 11 bits under all divisors, and
-// none underflows to a zero where that would lose a sign. What would be flushed has the code of zero anyway.
+// found by reciprocals there (see Divisor), and none underflows to a zero where that would lose a sign. What would be flushed has the code of
+// zero anyway.
 template <class E, class In>
 constexpr float short_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
@@ -89,52 +89,85 @@ constexpr float kShortMost = 6.9f;      // by a product within 2^-22; rounded to
 // 1.5 * 2^23: floats from here to 2^24 are integers, whose last bits are those of the floats.
 constexpr float kIntegers = 0x1.8p23f;
 
+// The lesser of two positive floats, or of one and a NaN, as bits: integers are compared where that can be done, by units that products leave
+// free.
+static __forceinline__ u32 least_bits(float a, float b) {
+#if defined(__x86_64__) && !defined(__SSE4_1__)
+  return bits_of(fminf(a, b));
+#else
+  return minimum(bits_of(a), bits_of(b));
+#endif
+}
+
 // The code of the nearest value of E2M1, ties to even, in the last three bits; a >= 0, or NaN for 7. Below 2, 4 and 8 values are 1/2, 1
 // and 2 apart, so that codes are 2 a, a + 2 and a / 2 + 4, rounded: whichever is least, up to 7, which values below 7 keep to.
 template <bool kBelow7>
 static __forceinline__ u32 nearest_e2m1_of(float a) {
   const auto plus = [=](float by, float more) { return kHasFma ? fma_rn(a, by, kIntegers + more) : a * by + (kIntegers + more); };
-  const float high = kBelow7 ? plus(0.5f, 4.0f) : fminf(plus(0.5f, 4.0f), kIntegers + 7.0f);
-  return bits_of(fminf(fminf(plus(2.0f, 0.0f), a + (kIntegers + 2.0f)), high));
+  const u32 low = least_bits(plus(2.0f, 0.0f), a + (kIntegers + 2.0f));
+  const float high = kBelow7 ? plus(0.5f, 4.0f) : float_of(least_bits(plus(0.5f, 4.0f), kIntegers + 7.0f));
+  return least_bits(float_of(low), high);
 }
+
+// A divisor's rounded reciprocal, and what that leaves of 1 / by, rounded. x * reciprocal + (x * rest) rounded once, in two operations where
+// quotient_by takes three, is on the same side of every midpoint of E2M1 as the rounded quotient, or on it where that is: of any x of 24 bits
+// by any divisor but the largest significand, which is_last_significand tells. It may differ from the quotient elsewhere.
+struct Divisor {
+  float by, reciprocal, rest;
+};
+static __forceinline__ Divisor divisor_of(float by) {
+  const float reciprocal = 1.0f / by;
+  return {by, reciprocal, kHasFma ? fma_rn(-by, reciprocal, 1.0f) * reciprocal : 0.0f};
+}
+static __forceinline__ bool is_last_significand(float by) { return (~bits_of(by) & 0x7FFFFFu) == 0u; }
 
 // What an element of E is encoded from. kShort: see short_below.
 template <class E, class In, bool kShort>
-static __forceinline__ float scaled(float x, float factor, float reciprocal, float then) {
+static __forceinline__ float scaled(float x, Divisor factor, float then) {
   if constexpr (E::kFlush && !kShort) x = flush(x);
   float y;
-  if constexpr (E::kDivide && kShort) {
-    y = quotient_by(x, factor, reciprocal);
+  if constexpr (E::kDivide && kShort && E::kRoundScaled) {
+    y = quotient_by(x, factor.by, factor.reciprocal);
+  } else if constexpr (E::kDivide && kShort) {
+    y = fma_rn(x, factor.reciprocal, x * factor.rest);
   } else if constexpr (E::kDivide) {
-    y = x / factor;
+    y = x / factor.by;
   } else {
-    y = x * factor;
+    y = x * factor.by;
   }
   if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
   if constexpr (E::kThenEncode) y = y * then;
   return y;
 }
 
-// The code of an element where kNearestE2m1.
-template <class E, class In, bool kShort>
-static __forceinline__ u32 nearest_code_of(u32 bits, float factor, float reciprocal, float then) {
-  using Bits = typename Input<In>::Bits;
-  const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)), a = scaled<E, In, kShort>(x, factor, reciprocal, then);
-  const u32 code = nearest_e2m1_of<kShort>(a) & 7u, sign = bits >> (8 * sizeof(Bits) - 4) & 8u;
-  if constexpr (E::kSign == Sign::negative) return code | ((E::kDivide && kShort ? x : a) > 0.0f ? sign : 0u);
-  if constexpr (E::kSign == Sign::unsigned_zero) return code | (code ? sign : 0u);
-  return code | sign;
+// Whether elements have their signs but a negative zero, which is therefore none where elements are read.
+template <class E, bool kShort>
+constexpr bool spares_zeros() {
+  if constexpr (kShort) return E::kSign == Sign::negative && E::kDivide;
+  return false;
 }
 
-// The code of an element. then: the tensor's encode scale, where elements meet it after their factors; random: a byte.
+// The code of an element where kNearestE2m1, in the last four bits.
+template <class E, class In, bool kShort>
+static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float then) {
+  using Bits = typename Input<In>::Bits;
+  const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)), a = scaled<E, In, kShort>(x, factor, then);
+  const u32 code = nearest_e2m1_of<kShort>(a), both = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
+  if constexpr (E::kSign == Sign::negative && !spares_zeros<E, kShort>()) return a > 0.0f ? both : code & 7u;
+  if constexpr (E::kSign == Sign::unsigned_zero) return code & 7u ? both : 0u;
+  return both;
+}
+
+// The code of an element, of one of four bits in the last four. then: the tensor's encode scale, where elements meet it after their factors;
+// random: a byte.
 template <class E, class In, bool kStochastic, bool kShort>
-static __forceinline__ u32 code_of(u32 bits, float factor, float reciprocal, float then, u32 random) {
+static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 random) {
   using Format = typename E::Format;
   if constexpr (!kStochastic)
-    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kShort>(bits, factor, reciprocal, then);
+    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kShort>(bits, factor, then);
   const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
-  if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor);
-  const float y = scaled<E, In, false>(x, factor, reciprocal, then);
+  if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.by);
+  const float y = scaled<E, In, false>(x, factor, then);
   if constexpr (kStochastic) return encode_stochastic<Format>(y, random);
   else if constexpr (Format::kIsInteger) return encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y);
   else if constexpr (E::kRounding == Rounding::rn) {
@@ -143,9 +176,10 @@ static __forceinline__ u32 code_of(u32 bits, float factor, float reciprocal, flo
   } else return encode<Format, E::kRounding, E::kSign, 0u>(y);
 }
 
-// The factors of runs of kRun elements. reciprocals: of divisors, where all elements take the short way, else the same; nullptr: they do not.
+// The factors of runs of kRun elements. reciprocals, rests: of divisors, where all elements take the short way, else the same; nullptr: they
+// do not.
 struct Factors {
-  const float *by, *reciprocals;
+  const float *by, *reciprocals, *rests;
 };
 
 // Codes as they are stored. Two elements are a lane of what the loop becomes, and their codes together: to bring single codes together,
@@ -156,21 +190,26 @@ static void encode_runs(const void* elements, Factors factors, float then, i64 c
   constexpr bool kFour = E::Format::kStoredBits == 4;
   using Stored = std::conditional_t<kFour, u8, u16>;
   const auto* x = static_cast<const Bits*>(elements);
-  const float *by = factors.by, *reciprocals = kShort ? factors.reciprocals : factors.by;
-  const auto two = [=](i64 pair, float factor, float reciprocal) {
+  const float *by = factors.by, *reciprocals = kShort ? factors.reciprocals : by, *rests = kShort ? factors.rests : by;
+  const auto divisor = [=](i64 run) { return Divisor{by[run], reciprocals[run], rests[run]}; };
+  const auto two = [=](i64 pair, Divisor factor) {
     u32 low, high;
-    load_two(x + 2 * pair, low, high);
+    load_two(x + 2 * pair, low, high, spares_zeros<E, kShort>());
     u16 bytes = 0;
     if constexpr (kStochastic) std::memcpy(&bytes, random + 2 * pair, 2);
-    const u32 first = code_of<E, In, kStochastic, kShort>(low, factor, reciprocal, then, bytes & 0xFFu);
-    return first | code_of<E, In, kStochastic, kShort>(high, factor, reciprocal, then, bytes >> 8) << (kFour ? 4 : 8);
+    const u32 first = code_of<E, In, kStochastic, kShort>(low, factor, then, bytes & 0xFFu);
+    const u32 second = code_of<E, In, kStochastic, kShort>(high, factor, then, bytes >> 8);
+    return kFour ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
   const auto some = [=](i64 run, auto& found) {  // of whole runs, two for each sixteen that are found
     for (int k = 0; k < static_cast<int>(sizeof found / sizeof(u32) / kRun); ++k) {
-      const i64 first = run + 2 * k, second = first + 1;
-      const float of_first = by[first], of_second = by[second], r_first = reciprocals[first], r_second = reciprocals[second];
-      for (int j = 0; j < kRun; ++j)
-        found[kRun * k + j] = two(first * (kRun / 2) + j, j < kRun / 2 ? of_first : of_second, j < kRun / 2 ? r_first : r_second);
+      const i64 at = run + 2 * k;
+      const Divisor first = divisor(at), second = divisor(at + 1);
+      for (int j = 0; j < kRun; ++j) {
+        const bool is_first = j < kRun / 2;
+        const Divisor factor{is_first ? first.by : second.by, is_first ? first.reciprocal : second.reciprocal, is_first ? first.rest : second.rest};
+        found[kRun * k + j] = two(at * (kRun / 2) + j, factor);
+      }
     }
     store_narrow<Stored>(found, out + run * (kRun / 2) * sizeof(Stored));
   };
@@ -186,13 +225,12 @@ static void encode_runs(const void* elements, Factors factors, float then, i64 c
     some(run, found);
   }
   for (i64 pair = runs * (kRun / 2); pair < count / 2; ++pair) {
-    const Stored found = static_cast<Stored>(two(pair, by[2 * pair / kRun], reciprocals[2 * pair / kRun]));
+    const Stored found = static_cast<Stored>(two(pair, divisor(2 * pair / kRun)));
     std::memcpy(out + pair * sizeof(Stored), &found, sizeof found);
   }
-  if (count % 2 == 0) return;
+  if (kFour || count % 2 == 0) return;
   const u32 byte = kStochastic ? random[count - 1] : 0u;
-  const u32 last = code_of<E, In, kStochastic, kShort>(x[count - 1], by[count / kRun], reciprocals[count / kRun], then, byte);
-  out[count - 1] = static_cast<u8>(last);
+  out[count - 1] = static_cast<u8>(code_of<E, In, kStochastic, kShort>(x[count - 1], divisor(count / kRun), then, byte));
 }
 
 template <class E, class In, bool kStochastic>

@@ -78,7 +78,7 @@ struct Encoder {
     if (below == 0.0f) return false;
     u32 other = 0;
     if (element.divides)
-      for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below);
+      for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below) | is_last_significand(by_block[b]);
     else
       for (i64 b = 0; b < count; ++b) other |= !(amax[b] * by_block[b] < kShortMost) | !(by_block[b] < below);
     return !other;
@@ -133,12 +133,12 @@ struct Encoder {
 
   // Rows of one row of blocks; false where that is not for these loops.
   bool panel(View<Bits> x, const Part& part) const {
-    float found[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks], reciprocals[kMostBlocks];
+    float found[kMostBlocks], by_block[kMostBlocks], by_run[kMostBlocks], reciprocals[kMostBlocks], rests[kMostBlocks];
     u8 codes[kMostBlocks];
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 line = part.row / call.block_rows, given = line * call.block_step + first;
     const float *amax = known.data ? known.data + line * known.step + first : found, *scaled_amax = amax;
-    Factors factors{nullptr, nullptr};
+    Factors factors{nullptr, nullptr, nullptr};
     bool takes_short_way = false;
     if (call.rule < 0) {
       if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
@@ -156,7 +156,11 @@ struct Encoder {
     if (element.then && !is_usable(tensor(part.row).encode, true)) return false;
     if (takes_short_way) {
       factors.reciprocals = element.divides ? reciprocals : factors.by;
-      for (i64 i = 0; element.divides && i < (part.columns + kRun - 1) / kRun; ++i) reciprocals[i] = 1.0f / factors.by[i];
+      factors.rests = element.divides ? rests : factors.by;
+      for (i64 i = 0; element.divides && i < (part.columns + kRun - 1) / kRun; ++i) {
+        const Divisor divisor = divisor_of(factors.by[i]);
+        reciprocals[i] = divisor.reciprocal, rests[i] = divisor.rest;
+      }
     }
     if (part.rows == 1) fetch(x.data + part.columns, part.columns);
     for (i64 i = 0; i < part.rows; ++i) put_codes(x.data + i * x.step, part, part.row + i, factors);
