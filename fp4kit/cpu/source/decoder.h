@@ -44,7 +44,7 @@ bool decode_part(const DecodeCall& call, const Part& part, const Tables* tables)
 
 // One unit of a fake quantizer: codes and scales into the thread's own memory, and what they are worth into values.out.
 template <class In>
-bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& part, const Tables* tables, Known known) {
+bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& part, const Tables* tables, Known known, const Multipliers* multipliers) {
   const i64 itemsize = sizeof(typename Input<In>::Bits), bytes = kDecodes[values.decoder].four ? part.columns / 2 : part.columns;
   const i64 blocks = part.columns / call.block;
   u8* codes = scratch<u8>(static_cast<size_t>(part.rows * (bytes + blocks)));
@@ -60,7 +60,7 @@ bool fake_part(const EncodeCall& call, const DecodeCall& values, const Part& par
   encode.scales_step = blocks;
   const Part whole{0, part.rows, 0, part.columns};
   if (known.data) known.data += part.row / call.block_rows * known.step + part.column / call.block;
-  if (!Encoder<In>{encode, known}.unit(whole)) return false;
+  if (!Encoder<In>{encode, known, multipliers}.unit(whole)) return false;
   DecodeCall decode = values;
   decode.packed = codes;
   decode.scales = scales;

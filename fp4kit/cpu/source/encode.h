@@ -4,7 +4,7 @@
 // finite elements stay numbers under, is not for these loops: the caller is told, and has the specification do it.
 #pragma once
 
-#include "input.h"
+#include "quotients.h"
 
 constexpr i64 kWidth = 2048;              // elements of a row that are encoded together, at most
 constexpr i64 kMostBlocks = kWidth / 16;  // and their blocks
@@ -47,18 +47,16 @@ static void magnitudes(const void* elements, i64 count, u32* out) {
   }
 }
 
-// The scale codes of blocks and the factors of their elements, by the rules of R.
+// The scale codes of blocks, and the factors of their elements, by the rules of R.
 template <class R, class In>
-static void scale_blocks(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes, float* __restrict factors) {
+static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
+}
+template <class R, class In>
+static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t, float* __restrict factors) {
   for (i64 b = 0; b < count; ++b) factors[b] = R::BlockRule::template factor<R, In>(codes[b], amax[b], t);
 }
 
-#if defined(__FMA__) || defined(__aarch64__)
-constexpr bool kHasFma = true;
-#else
-constexpr bool kHasFma = false;  // it would be the call of a function
-#endif
 #if defined(__AVX512F__)
 constexpr bool kHasSlowDivision = true;  // three products take less; with vectors of 32 bytes they do not
 #else
@@ -72,19 +70,28 @@ static __forceinline__ bool is_usable(float factor, bool by_zero) { return bits_
 template <class E>
 constexpr bool kNearestE2m1 = E::Format::kIsE2m1 && E::kRounding == Rounding::rn && !E::kCompare && E::kSign != Sign::not_positive;
 
-// Factors below this let elements take the short way where what they are encoded from is below kShortMost; 0: there is none. Quotients are
-// found by reciprocals there (see Divisor), and none underflows to a zero where that would lose a sign. What would be flushed has the code of
-// zero anyway.
+// How elements meet their factors: as the recipe says; or, where what they are encoded from is below kShortMost and factors are usual, without
+// what cannot be then, and divisors by quotient_by or as divisor_of says; or divisors as multipliers.
+enum class Way { any, usual, multiplied };
+
+// Whether divisors may be multipliers.
 template <class E, class In>
-constexpr float short_below() {
+constexpr bool may_multiply() {
+  if constexpr (!kNearestE2m1<E>) return false;
+  return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kBeyond<In> != 0u;
+}
+
+// Factors below this are usual; 0: there is no such way. None then underflows to a zero where that would lose a sign. What would be flushed
+// has the code of zero anyway.
+template <class E, class In>
+constexpr float usual_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
   if (!E::kDivide) return E::kFlush ? 0x1p100f : 0x1p127f;
-  if (!kHasSlowDivision) return 0.0f;
+  if (!kHasSlowDivision && !may_multiply<E, In>()) return 0.0f;
   constexpr int kRoom = E::kRoundScaled ? 0 : In::kLeastExponent + 149;  // binades from the least element down to the least quotient
-  return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : 0x1p90f;
+  return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : kShortBelow;
 }
-constexpr float kShortFrom = 0x1p-90f;  // divisors above this
-constexpr float kShortMost = 6.9f;      // by a product within 2^-22; rounded to 8 bits again it stays below 7
+constexpr float kShortMost = 6.9f;  // by a product within 2^-22; rounded to 8 bits again it stays below 7
 
 // 1.5 * 2^23: floats from here to 2^24 are integers, whose last bits are those of the floats.
 constexpr float kIntegers = 0x1.8p23f;
@@ -109,31 +116,19 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return least_bits(float_of(low), high);
 }
 
-// A divisor's rounded reciprocal, and what that leaves of 1 / by, rounded. x * reciprocal + (x * rest) rounded once, in two operations where
-// quotient_by takes three, is on the same side of every midpoint of E2M1 as the rounded quotient, or on it where that is: of any x of 24 bits
-// by any divisor but the largest significand, which is_last_significand tells. It may differ from the quotient elsewhere.
-struct Divisor {
-  float by, reciprocal, rest;
-};
-static __forceinline__ Divisor divisor_of(float by) {
-  const float reciprocal = 1.0f / by;
-  return {by, reciprocal, kHasFma ? fma_rn(-by, reciprocal, 1.0f) * reciprocal : 0.0f};
-}
-static __forceinline__ bool is_last_significand(float by) { return (~bits_of(by) & 0x7FFFFFu) == 0u; }
-
-// What an element of E is encoded from. kShort: see short_below.
-template <class E, class In, bool kShort>
+// What an element of E is encoded from.
+template <class E, class In, Way kWay>
 static __forceinline__ float scaled(float x, Divisor factor, float then) {
-  if constexpr (E::kFlush && !kShort) x = flush(x);
+  if constexpr (E::kFlush && kWay == Way::any) x = flush(x);
   float y;
-  if constexpr (E::kDivide && kShort && E::kRoundScaled) {
-    y = quotient_by(x, factor.by, factor.reciprocal);
-  } else if constexpr (E::kDivide && kShort) {
-    y = fma_rn(x, factor.reciprocal, x * factor.rest);
-  } else if constexpr (E::kDivide) {
-    y = x / factor.by;
-  } else {
+  if constexpr (!E::kDivide || kWay == Way::multiplied) {
     y = x * factor.by;
+  } else if constexpr (kWay == Way::any) {
+    y = x / factor.by;
+  } else if constexpr (E::kRoundScaled) {
+    y = quotient_by(x, factor.by, factor.reciprocal);
+  } else {
+    y = fma_rn(x, factor.reciprocal, x * factor.rest);
   }
   if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
   if constexpr (E::kThenEncode) y = y * then;
@@ -141,33 +136,33 @@ static __forceinline__ float scaled(float x, Divisor factor, float then) {
 }
 
 // Whether elements have their signs but a negative zero, which is therefore none where elements are read.
-template <class E, bool kShort>
+template <class E, Way kWay>
 constexpr bool spares_zeros() {
-  if constexpr (kShort) return E::kSign == Sign::negative && E::kDivide;
+  if constexpr (kWay != Way::any) return E::kSign == Sign::negative && E::kDivide;
   return false;
 }
 
 // The code of an element where kNearestE2m1, in the last four bits.
-template <class E, class In, bool kShort>
+template <class E, class In, Way kWay>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float then) {
   using Bits = typename Input<In>::Bits;
-  const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)), a = scaled<E, In, kShort>(x, factor, then);
-  const u32 code = nearest_e2m1_of<kShort>(a), both = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
-  if constexpr (E::kSign == Sign::negative && !spares_zeros<E, kShort>()) return a > 0.0f ? both : code & 7u;
+  const float x = Input<In>::value(static_cast<Bits>(bits & Input<In>::kMagnitude)), a = scaled<E, In, kWay>(x, factor, then);
+  const u32 code = nearest_e2m1_of<kWay != Way::any>(a), both = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
+  if constexpr (E::kSign == Sign::negative && !spares_zeros<E, kWay>()) return a > 0.0f ? both : code & 7u;
   if constexpr (E::kSign == Sign::unsigned_zero) return code & 7u ? both : 0u;
   return both;
 }
 
 // The code of an element, of one of four bits in the last four. then: the tensor's encode scale, where elements meet it after their factors;
 // random: a byte.
-template <class E, class In, bool kStochastic, bool kShort>
+template <class E, class In, bool kStochastic, Way kWay>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 random) {
   using Format = typename E::Format;
   if constexpr (!kStochastic)
-    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kShort>(bits, factor, then);
+    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kWay>(bits, factor, then);
   const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.by);
-  const float y = scaled<E, In, false>(x, factor, then);
+  const float y = scaled<E, In, Way::any>(x, factor, then);
   if constexpr (kStochastic) return encode_stochastic<Format>(y, random);
   else if constexpr (Format::kIsInteger) return encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y);
   else if constexpr (E::kRounding == Rounding::rn) {
@@ -176,29 +171,38 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 ran
   } else return encode<Format, E::kRounding, E::kSign, 0u>(y);
 }
 
-// The factors of runs of kRun elements. reciprocals, rests: of divisors, where all elements take the short way, else the same; nullptr: they
-// do not.
+// The factors of runs of kRun elements, and their way. reciprocals, rests: of divisors that are usual (see Divisor). codes, multipliers: those
+// of the blocks that runs are, and what to multiply with by code.
 struct Factors {
-  const float *by, *reciprocals, *rests;
+  const float *by, *reciprocals = nullptr, *rests = nullptr;
+  const u8* codes = nullptr;
+  const float* multipliers = nullptr;
+  Way way = Way::any;
+
+  template <Way kWay, bool kDivide>
+  __forceinline__ Divisor of(i64 run) const {
+    if constexpr (kWay == Way::multiplied) return {multipliers[codes[run]], 0.0f, 0.0f};
+    if constexpr (kWay == Way::usual && kDivide) return {by[run], reciprocals[run], rests[run]};
+    return {by[run], 0.0f, 0.0f};
+  }
 };
 
 // Codes as they are stored. Two elements are a lane of what the loop becomes, and their codes together: to bring single codes together,
 // across lanes, would take as long as to find them.
-template <class E, class In, bool kStochastic, bool kShort>
+template <class E, class In, bool kStochastic, Way kWay>
 static void encode_runs(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
   using Bits = typename Input<In>::Bits;
   constexpr bool kFour = E::Format::kStoredBits == 4;
   using Stored = std::conditional_t<kFour, u8, u16>;
   const auto* x = static_cast<const Bits*>(elements);
-  const float *by = factors.by, *reciprocals = kShort ? factors.reciprocals : by, *rests = kShort ? factors.rests : by;
-  const auto divisor = [=](i64 run) { return Divisor{by[run], reciprocals[run], rests[run]}; };
+  const auto divisor = [=](i64 run) { return factors.of<kWay, E::kDivide>(run); };
   const auto two = [=](i64 pair, Divisor factor) {
     u32 low, high;
-    load_two(x + 2 * pair, low, high, spares_zeros<E, kShort>());
+    load_two(x + 2 * pair, low, high, spares_zeros<E, kWay>());
     u16 bytes = 0;
     if constexpr (kStochastic) std::memcpy(&bytes, random + 2 * pair, 2);
-    const u32 first = code_of<E, In, kStochastic, kShort>(low, factor, then, bytes & 0xFFu);
-    const u32 second = code_of<E, In, kStochastic, kShort>(high, factor, then, bytes >> 8);
+    const u32 first = code_of<E, In, kStochastic, kWay>(low, factor, then, bytes & 0xFFu);
+    const u32 second = code_of<E, In, kStochastic, kWay>(high, factor, then, bytes >> 8);
     return kFour ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
   const auto some = [=](i64 run, auto& found) {  // of whole runs, two for each sixteen that are found
@@ -230,15 +234,18 @@ static void encode_runs(const void* elements, Factors factors, float then, i64 c
   }
   if (kFour || count % 2 == 0) return;
   const u32 byte = kStochastic ? random[count - 1] : 0u;
-  out[count - 1] = static_cast<u8>(code_of<E, In, kStochastic, kShort>(x[count - 1], divisor(count / kRun), then, byte));
+  out[count - 1] = static_cast<u8>(code_of<E, In, kStochastic, kWay>(x[count - 1], divisor(count / kRun), then, byte));
 }
 
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float then, i64 count, const u8* random, u8* out) {
-  if constexpr (!kStochastic)
-    if constexpr (short_below<E, In>() > 0.0f)
-      if (factors.reciprocals) return encode_runs<E, In, false, true>(elements, factors, then, count, random, out);
-  encode_runs<E, In, kStochastic, false>(elements, factors, then, count, random, out);
+  if constexpr (!kStochastic) {
+    if constexpr (may_multiply<E, In>())
+      if (factors.way == Way::multiplied) return encode_runs<E, In, false, Way::multiplied>(elements, factors, then, count, random, out);
+    if constexpr (usual_below<E, In>() > 0.0f && (!E::kDivide || kHasSlowDivision))
+      if (factors.way == Way::usual) return encode_runs<E, In, false, Way::usual>(elements, factors, then, count, random, out);
+  }
+  encode_runs<E, In, kStochastic, Way::any>(elements, factors, then, count, random, out);
 }
 
 // Two codes a byte, the first in the low nibble.

@@ -41,12 +41,27 @@ struct Known {
   i64 step = 0;
 };
 
+// Multipliers of the divisors of a call; nullptr where they would not serve, or there are few elements.
+const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
+  constexpr i64 kLeastElements = 1 << 14;
+  const u32 beyond = kElements[call.element].beyond[call.input];
+  if (!beyond || call.rule < 0 || !kRules[call.rule].by_code || call.tensor_step || call.factors || call.random || call.seed) return nullptr;
+  if (call.block != kRun || call.x.rows * call.x.columns < kLeastElements) return nullptr;
+  u8 codes[256];
+  float amax[256], divisors[256];
+  for (int code = 0; code < 256; ++code) codes[code] = static_cast<u8>(code), amax[code] = 1.0f;
+  kRules[call.rule].scales[call.input].factors(codes, amax, 256, {*call.encode, *call.decode, *call.amax}, divisors);
+  put_multipliers(divisors, beyond, memory);
+  return memory.serve ? &memory : nullptr;
+}
+
 // One unit of a call of one kind of input.
 template <class In>
 struct Encoder {
   using Bits = typename Input<In>::Bits;
   const EncodeCall& call;
   const Known known = {};
+  const Multipliers* multipliers = nullptr;
   const ElementEntry& element = kElements[call.element];
   const Encode encode = element.encodes[call.random || call.seed][call.input];
 
@@ -72,16 +87,18 @@ struct Encoder {
     return all < Input<In>::kInfinity;
   }
 
-  // Whether all elements of blocks of these amaxes take the short way under these factors.
-  bool is_short(const float* amax, const float* by_block, i64 count) const {
-    const float below = call.random || call.seed ? 0.0f : element.short_below[call.input];
-    if (below == 0.0f) return false;
+  // The way of all elements of blocks of these amaxes under these factors.
+  Way way_of(const float* amax, const float* by_block, i64 count) const {
+    const float below = call.random || call.seed ? 0.0f : element.usual_below[call.input];
+    if (below == 0.0f) return Way::any;
     u32 other = 0;
     if (element.divides)
       for (i64 b = 0; b < count; ++b) other |= !(amax[b] < kShortMost * by_block[b]) | !(by_block[b] > kShortFrom) | !(by_block[b] < below) | is_last_significand(by_block[b]);
     else
       for (i64 b = 0; b < count; ++b) other |= !(amax[b] * by_block[b] < kShortMost) | !(by_block[b] < below);
-    return !other;
+    if (other) return Way::any;
+    if (multipliers) return Way::multiplied;
+    return element.divides && !kHasSlowDivision ? Way::any : Way::usual;
   }
 
   // The factors of runs, from those of blocks; nullptr where one is of no use.
@@ -138,8 +155,7 @@ struct Encoder {
     const i64 count = (part.columns + call.block - 1) / call.block, first = part.column / call.block;
     const i64 line = part.row / call.block_rows, given = line * call.block_step + first;
     const float *amax = known.data ? known.data + line * known.step + first : found, *scaled_amax = amax;
-    Factors factors{nullptr, nullptr, nullptr};
-    bool takes_short_way = false;
+    Factors factors{by_block};
     if (call.rule < 0) {
       if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
       put_factors(part, given, count, by_block);
@@ -149,15 +165,18 @@ struct Encoder {
       if (!find_scales(x, part.rows, count, scaled_amax, tensor(part.row), codes, by_block)) return false;
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
-      takes_short_way = is_short(amax, by_block, count);
+      factors.way = way_of(amax, by_block, count);
     }
     factors.by = spread(by_block, count, by_run);
     if (!factors.by) return false;
     if (element.then && !is_usable(tensor(part.row).encode, true)) return false;
-    if (takes_short_way) {
-      factors.reciprocals = element.divides ? reciprocals : factors.by;
-      factors.rests = element.divides ? rests : factors.by;
-      for (i64 i = 0; element.divides && i < (part.columns + kRun - 1) / kRun; ++i) {
+    if (factors.way == Way::multiplied) {
+      factors.codes = codes;
+      factors.multipliers = multipliers->by_code;
+    } else if (factors.way == Way::usual && element.divides) {
+      factors.reciprocals = reciprocals;
+      factors.rests = rests;
+      for (i64 i = 0; i < (part.columns + kRun - 1) / kRun; ++i) {
         const Divisor divisor = divisor_of(factors.by[i]);
         reciprocals[i] = divisor.reciprocal, rests[i] = divisor.rest;
       }

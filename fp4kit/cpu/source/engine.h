@@ -38,8 +38,10 @@ namespace {
 
 void encode_units(const EncodeCall& call, Known known) {
   const Units units{call.x.rows, call.x.columns, call.height, call.width};
+  Multipliers memory;
+  const Multipliers* multipliers = multipliers_of_call(call, memory);
   by_input(call.input, [&](auto in) {
-    const Encoder<decltype(in)> encoder{call, known};
+    const Encoder<decltype(in)> encoder{call, known, multipliers};
     auto work = [&](i64 unit) { call.unusual[unit] = !encoder.unit(units.part(unit)); };
     run_units(units.count(), call.threads, work);
   });
@@ -92,10 +94,12 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall*
   const Tables* tables = tables_of_call(target, memory);
   const Units units{call.x.rows, call.x.columns, call.height, call.width};
   const Known known = found.known(call);
+  Multipliers multipliers_memory;
+  const Multipliers* multipliers = multipliers_of_call(call, multipliers_memory);
   std::atomic<bool> usual{true};
   by_input(call.input, [&](auto in) {
     auto work = [&](i64 unit) {
-      if (!fake_part<decltype(in)>(call, target, units.part(unit), tables, known)) usual = false;
+      if (!fake_part<decltype(in)>(call, target, units.part(unit), tables, known, multipliers)) usual = false;
     };
     run_units(units.count(), threads, work);
   });

@@ -18,13 +18,25 @@ auto by_input(int kind, F f) {
   return kind == kFloat16 ? f(Float16{}) : f(Bfloat16{});
 }
 
-using Scales = void (*)(const float*, i64, TensorScale, u8*, float*);
+using Codes = void (*)(const float*, i64, TensorScale, u8*);
+using FactorsOf = void (*)(const u8*, const float*, i64, TensorScale, float*);
+struct Scales {
+  Codes codes;
+  FactorsOf factors;
+  void operator()(const float* amax, i64 count, TensorScale t, u8* to_codes, float* to_factors) const {
+    codes(amax, count, t, to_codes);
+    factors(to_codes, amax, count, t, to_factors);
+  }
+};
 using Encode = void (*)(const void*, Factors, float, i64, const u8*, u8*);
 
 template <class R, class In>  // one function for all inputs, where the rule does not ask for them
-constexpr Scales kScales = scale_blocks<R, std::conditional_t<R::BlockRule::kReadsInput, In, Float32>>;
+constexpr Scales scales_by() {
+  using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
+  return {scale_codes<R, Kind>, scale_factors<R, Kind>};
+}
 template <class R>
-constexpr Scales kScalesOf[kInputs] = {kScales<R, Float32>, kScales<R, Float16>, kScales<R, Bfloat16>};
+constexpr Scales kScalesOf[kInputs] = {scales_by<R, Float32>(), scales_by<R, Float16>(), scales_by<R, Bfloat16>()};
 
 using Choose = bool (*)(const BlockRows&, const float*, TensorScale, u8*, float*);
 using Load = void (*)(const void*, i64, i64, float*);
@@ -47,7 +59,11 @@ constexpr Encode kEncodes[2][kInputs] = {
     {stochastic_of<E, Float32>(), stochastic_of<E, Float16>(), stochastic_of<E, Bfloat16>()}};
 
 template <class E>
-constexpr float kShortBelow[kInputs] = {short_below<E, Float32>(), short_below<E, Float16>(), short_below<E, Bfloat16>()};
+constexpr float kUsualBelow[kInputs] = {usual_below<E, Float32>(), usual_below<E, Float16>(), usual_below<E, Bfloat16>()};
+template <class E, class In>
+constexpr u32 beyond_of() { return may_multiply<E, In>() ? kBeyond<In> : 0u; }
+template <class E>
+constexpr u32 kBeyondOf[kInputs] = {beyond_of<E, Float32>(), beyond_of<E, Float16>(), beyond_of<E, Bfloat16>()};
 
 template <class R, class In>
 TensorScale tensor_scale(float amax) { return R::TensorRule::template scale<R, In>(amax); }
@@ -74,13 +90,13 @@ constexpr DecodeEntry decode_entry(const char* key) {
           {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
 }
 
-// A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs.
-struct RuleEntry { const char* key; const Scales* scales; Choose choose; bool early; };
+// A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs. by_code: factors depend on no amax.
+struct RuleEntry { const char* key; const Scales* scales; Choose choose; bool early, by_code; };
 struct TensorEntry { const char* key; const Tensor* scale; };
-struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; const float* short_below; bool divides, by_zero, then, flushes, four; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; const float* usual_below; const u32* beyond; bool divides, by_zero, then, flushes, four; };
 const RuleEntry kRules[] = {
-#define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false},
-#define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush},
+#define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false, !R::BlockRule::kReadsAmax},
+#define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
 FP4KIT_RULES
 FP4KIT_CHOICES
 };
@@ -89,7 +105,7 @@ const TensorEntry kTensors[] = {
 FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, kShortBelow<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, kUsualBelow<E>, kBeyondOf<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
 FP4KIT_ELEMENTS
 };
 
