@@ -120,25 +120,41 @@ struct Decoder {
   static constexpr int kLeastField = 128 - Element::kBias - Element::kMantissaBits, kMostField = 127 + Element::kEmax;  // of exponents, without scale
 
   // Bits of the product of a code's value and a scale; least: those of the least value's. Up from code 2^k, k up to kMantissaBits, bits
-  // grow by 2^(7 - k) for a code, so that they are the least of these lines.
+  // grow by 2^(7 - k) for a code, so that they are the least of these lines, and on the last of them for normal codes.
+  template <bool kNormal>
   static __forceinline__ u16 bits_under(u8 code, u16 least) {
+    constexpr int kLast = Element::kMantissaBits;
     const u16 magnitude = code & (Element::kSignBit - 1u);
-    u16 grown = static_cast<u16>((magnitude - 1u) << 7);
-    for (int k = 1; k <= Element::kMantissaBits; ++k) grown = minimum(grown, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
+    u16 grown = static_cast<u16>((magnitude << (7 - kLast)) + (kLast - 1) * 128);
+    if constexpr (!kNormal) {
+      for (int k = 1; k < kLast; ++k) grown = minimum(grown, static_cast<u16>((magnitude << (7 - k)) + (k - 1) * 128));
+      grown = minimum(grown, static_cast<u16>((magnitude - 1u) << 7));
+    }
     return static_cast<u16>((magnitude ? grown + least : 0u) | (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
+  }
+
+  // The bits of the least value; 0 where products are not found of bits: where the scale is no power of two, or one is subnormal or infinite.
+  __forceinline__ u16 least_bits_of_values() const {
+    const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
+    const bool is_usual_power = !(bits_of(scale) & 0x807FFFFFu) & (kLeastField + power > 0) & (kMostField + power < 255);
+    return static_cast<u16>(is_usual_power ? (kLeastField + power) << 7 : 0);
   }
 
   // Values of codes, one a byte.
   __forceinline__ void put_values(const u8* __restrict codes, i64 count, Value* __restrict out) const {
-    if constexpr (kHasBits) {
-      const int power = static_cast<int>(bits_of(scale) >> 23) - 127;  // where the scale is one of two
-      if (!(bits_of(scale) & 0x807FFFFFu) && kLeastField + power > 0 && kMostField + power < 255) {
-        const u16 least = static_cast<u16>((kLeastField + power) << 7);
-        for (i64 i = 0; i < count; ++i) out[i] = bits_under(codes[i], least);
+    if constexpr (kHasBits)
+      if (const u16 least = least_bits_of_values()) {
+        for (i64 i = 0; i < count; ++i) out[i] = bits_under<false>(codes[i], least);
         return;
       }
-    }
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(meant(codes[i]));
+  }
+
+  // Whether no code is subnormal.
+  static bool are_normal(const u8* codes, i64 count) {
+    u8 least = 0xFF;  // of magnitudes less 1, of which that of zero is the largest
+    for (i64 i = 0; i < count; ++i) least = minimum(least, static_cast<u8>((codes[i] & (Element::kSignBit - 1u)) - 1u));
+    return least >= (1u << Element::kMantissaBits) - 1u;
   }
 
   // Whether all codes of a row, one a byte, mean finite numbers.
@@ -178,6 +194,37 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const T
   return unusual == 0;
 }
 
+// Values of blocks of 32 elements under scales that the tensor's do not change, by bits where all of some blocks are; false where some are not
+// for these loops.
+template <class R, class Out>
+static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
+  using Way = Decoder<R, Out>;
+  constexpr int kTogether = 64, kSize = 32;
+  bool usual = true;
+  for (i64 first = 0; first < blocks; first += kTogether) {
+    const int count = static_cast<int>(minimum<i64>(kTogether, blocks - first));
+    u16 least[kTogether];
+    bool by_bits = true;
+    for (int b = 0; b < count; ++b) {
+      const Way way(scales[first + b], t);
+      least[b] = way.least_bits_of_values();
+      usual &= way.is_usual();
+      by_bits &= least[b] != 0;
+    }
+    const u8* from = codes + first * kSize;
+    u16* to = out + first * kSize;
+    if (!by_bits)
+      for (int b = 0; b < count; ++b) Way(scales[first + b], t).put_values(from + b * kSize, kSize, to + b * kSize);
+    else if (Way::are_normal(from, count * kSize))
+      for (int b = 0; b < count; ++b)
+        for (int i = 0; i < kSize; ++i) to[b * kSize + i] = Way::template bits_under<true>(from[b * kSize + i], least[b]);
+    else
+      for (int b = 0; b < count; ++b)
+        for (int i = 0; i < kSize; ++i) to[b * kSize + i] = Way::template bits_under<false>(from[b * kSize + i], least[b]);
+  }
+  return usual;
+}
+
 // Values of `count` elements of a row, from block `block` of it on; false where some are not for these loops. scales: a code for every
 // `size` elements; nullptr: none. tables: of put_tables, or nullptr.
 template <class R, class Out>
@@ -191,6 +238,9 @@ static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, c
     if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
   }
   bool usual = Way::are_finite(codes, count);
+  if constexpr (Way::kHasBits)
+    if (size == 32 && count % size == 0 && !tensors.block_step)
+      return decode_bits<R, Out>(codes, scales, count / size, tensors.at(row, block), out) & usual;
   for (i64 first = 0; first < count; first += size, ++block) {
     const u32 code = scales ? *scales++ : 0u;
     const i64 length = count - first < size ? count - first : size;
