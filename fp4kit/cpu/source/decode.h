@@ -166,19 +166,22 @@ struct Decoder {
   }
 };
 
-// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up.
+// The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up. are_unsigned: rules have just
+// made the codes, so that none has a sign.
 struct Tables {
   alignas(16) u8 planes[256 * 64];
   bool is_unusual[256];
 };
 
 template <class R, class Out>
-static void put_tables(TensorScale t, Tables& tables) {
-  for (u32 code = 0; code < 256; ++code) {
+static void put_tables(TensorScale t, bool are_unsigned, Tables& tables) {
+  const u32 codes = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
+  for (u32 code = 0; code < codes; ++code) {
     const Decoder<R, Out> way(code, t);
     way.put_table(tables.planes + Decoder<R, Out>::kPlanes * code);
     tables.is_unusual[code] = !way.is_usual();
   }
+  for (u32 code = codes; code < 256; ++code) tables.is_unusual[code] = true;
 }
 
 // Values of whole blocks of kSize elements by their tables; false where some are not for look-up. A length that is known takes half the

@@ -18,10 +18,10 @@ struct DecodeCall {
 namespace {
 
 // The tables of a whole call; nullptr where each block makes its own.
-const Tables* tables_of_call(const DecodeCall& call, Tables& memory) {
+const Tables* tables_of_call(const DecodeCall& call, bool are_unsigned, Tables& memory) {
   const PutTables put = kDecodes[call.decoder].put_tables[call.kind];
   if (!put || call.tensors.row_step || call.tensors.block_step || call.rows * (call.columns / call.block) < call.tables_from) return nullptr;
-  put(call.tensors.at(0, 0), memory);
+  put(call.tensors.at(0, 0), are_unsigned, memory);
   return &memory;
 }
 

@@ -91,7 +91,7 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall*
   target.tensors = {call.encode, call.decode, call.amax, call.tensor_step, 0};
   target.out = out;
   Tables memory;
-  const Tables* tables = tables_of_call(target, memory);
+  const Tables* tables = tables_of_call(target, true, memory);
   const Units units{call.x.rows, call.x.columns, call.height, call.width};
   const Known known = found.known(call);
   Multipliers multipliers_memory;
@@ -110,7 +110,7 @@ FP4KIT_EXPORT int fp4kit_decoder(const char* key) { return index_of(kDecodes, ke
 
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   Tables memory;
-  const Tables* tables = tables_of_call(*call, memory);
+  const Tables* tables = tables_of_call(*call, false, memory);
   const Units units{call->rows, call->columns, call->height, call->width};
   auto work = [&](i64 unit) { call->unusual[unit] = !decode_part(*call, units.part(unit), tables); };
   run_units(units.count(), call->threads, work);
@@ -151,7 +151,7 @@ FP4KIT_EXPORT void fp4kit_search_multiples(const MultiplesCall* call) {
   const PutTables put = kDecodes[call->decoder].put_tables[kFloat32];
   Tables memory;
   const Tables* tables = put && !call->tensor_step ? &memory : nullptr;
-  if (tables) put({*call->encode, *call->decode, *call->amax}, memory);
+  if (tables) put({*call->encode, *call->decode, *call->amax}, true, memory);
   by_input(call->input, [&](auto in) {
     const Multiples<decltype(in)> search{*call, tables};
     auto work = [&](i64 unit) { call->unusual[unit] = !search.unit(units.part(unit)); };

@@ -71,7 +71,7 @@ using Tensor = TensorScale (*)(float);
 template <class R>
 constexpr Tensor kTensorOf[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>, tensor_scale<R, Bfloat16>};
 
-using PutTables = void (*)(TensorScale, Tables&);
+using PutTables = void (*)(TensorScale, bool, Tables&);
 using DecodeRow = bool (*)(const u8*, const u8*, i64, i64, const Tables*, const TensorScales&, i64, i64, void*);
 struct DecodeEntry {
   const char* key;
