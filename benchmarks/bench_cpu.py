@@ -4,7 +4,7 @@
 
 Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
 calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries; short ones
-after one that is not timed. Times are medians, with the smallest beside them. --peers: a Python that
+after one that is not timed, and all those of sizes. Times are medians, with the smallest beside them. --peers: a Python that
 has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
 Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ import cpu_search
 import numpy as np
 from cpu_cases import Case, check, normal
 from cpu_loops import two_passes
-from cpu_rows import SEVEN, CpuRow, Watch, alternate, watch
+from cpu_rows import SEVEN, WARMED, CpuRow, Watch, alternate, watch
 from cpu_sweep import SHAPES, sweep
 from measure import BF16, F16, F32, output_of
 
@@ -118,12 +120,13 @@ class Bench:
         self.threads = fp4kit.num_threads()
         self.extra: dict[str, Any] = {}
 
-    def watches(self, case: Case, specification: bool = True) -> dict[str, Watch]:
+    def watches(self, case: Case, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
         """Stop-watches of a case by the names of CpuRow.times."""
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
             for what, call in case.calls.items():
-                found[name + what] = watch(call, lambda count=count: fp4kit.threads(count), is_warm=True)  # type: ignore[misc]
+                context = partial(fp4kit.threads, count)
+                found[name + what] = watch(call, context, warm_below=warm_below)
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
@@ -200,12 +203,13 @@ def sizes(bench: Bench) -> None:
             with ThreadPoolExecutor(bench.threads) as pool:
                 words = x.reshape(-1).view(np.int64)
                 targets = {"loop": None, "loop into": np.zeros(len(words) // 4, np.int64)}
-                loops = {n: watch(two_passes(words, target, bench.threads, pool), is_warm=True) for n, target in targets.items()}
-                mine = bench.watches(case, nbytes <= SIZES[1])
+                passes = {name: two_passes(words, target, bench.threads, pool) for name, target in targets.items()}
+                loops = {name: watch(call, warm_below=inf) for name, call in passes.items()}
+                mine = bench.watches(case, nbytes <= SIZES[1], warm_below=inf)  # a host may take back what is free for seconds
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}
             bench.keep(CpuRow("sizes", "quantize", recipe, "bfloat16", x.shape, x.nbytes, times, peers))
-            del case, loops, targets  # and what they write to
+            del case, loops, passes, targets  # and what they write to
 
 
 def ggml(bench: Bench) -> None:
@@ -223,7 +227,7 @@ def ggml(bench: Bench) -> None:
                 for case in cases[: 2 if dtype == F32 else 1]:
                     check(case)
                     mine = {name: found for name, found in bench.watches(case, False).items() if name.startswith("one")}
-                    times = alternate(mine | {"ggml": watch(others[case.operation], is_warm=True)}, bench.args.repeat)
+                    times = alternate(mine | {"ggml": watch(others[case.operation], warm_below=WARMED)}, bench.args.repeat)
                     peers = {"ggml": times.pop("ggml")}
                     bench.keep(CpuRow("ggml", case.operation, recipe, np.dtype(dtype).name, x.shape, case.bytes, times, peers))
 

@@ -34,12 +34,12 @@ def watch(
     call: Call,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     lasting: float = BATCH_SECONDS,
-    is_warm: bool = False,
+    warm_below: float = 0.0,
 ) -> Watch:
     """A stop-watch of a call, which it makes in a context: once or twice to warm up, then in batches lasting so long.
 
-    is_warm: calls below WARMED seconds come after one that is not timed: what the call before it left in caches, of one thread
-    or of a specification with gigabytes of temporaries, is not theirs to pay for.
+    warm_below: calls that take fewer seconds come after one that is not timed: what the call before it left in caches, of one
+    thread or of a specification with gigabytes of temporaries, is not theirs to pay for.
     """
 
     def seconds(batch: int, warmed: bool = False) -> float:
@@ -53,7 +53,7 @@ def watch(
 
     first = seconds(1)
     batch = 1 if first > 10 * lasting else max(1, min(50, int(lasting / max(seconds(1), 1e-9))))
-    return lambda: seconds(batch, is_warm and first < WARMED)
+    return lambda: seconds(batch, first < warm_below)
 
 
 def alternate(watches: Mapping[str, Watch], rounds: int, budget: float = BUDGET) -> dict[str, Time]:
@@ -153,8 +153,8 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         _rate_bar("one thread, dequantize to bf16, 55% of the bar of two", dequantize, 0.55 * 5, None, "one"),
         _least("rate of one thread over all, quantize and dequantize", 0.55, [(row, row.ratio("all", "one")) for row in seven]),
         _most("a small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
-        _linear_bar(of["sizes"], "all", ""),
-        _linear_bar(of["sizes"], "all into", " into memory that is there"),
+        _linear_bar(of["sizes"], "all", "loop", 1 << 30, ""),
+        _linear_bar(of["sizes"], "all into", "loop into", 1 << 25, " into memory that is there"),
     ]
 
 
@@ -204,16 +204,26 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
     return Bar(text, f"{smallest['ratio']:.2f}", f"{smallest['case']}; {sweep['cases']} cases", not sweep["slower"])
 
 
-def _linear_bar(rows: list[CpuRow], name: str, into: str) -> Bar:
-    """From 32 MB on, what a byte of the largest size takes over one of the smallest."""
-    text = f"time of a byte{into}, largest size over smallest from 32 MB: at most 1.25"
-    large = sorted((row for row in rows if row.bytes >= 1 << 25 and name in row.times), key=lambda row: row.bytes)
+def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
+    """What a byte of the largest size takes over one of the smallest from `least` bytes on, by the smallest times.
+
+    What disturbs a machine meets every call that takes a second. Where a streaming loop over as many bytes grows too: over that.
+    """
+    text = f"time of a byte{text}, 8 GiB over {least >> 20} MiB, beside a streaming loop's: at most 1.25"
+    large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
     found = []
     for recipe in sorted({row.recipe for row in large}):
-        rates = [row.rate(name) or 0 for row in large if row.recipe == recipe]
-        if len(rates) > 1:
-            found.append((rates[0] / rates[-1], recipe))
+        own = [row for row in large if row.recipe == recipe]
+        if len(own) > 1:
+            growth, of_loop = _growth(own, name), _growth(own, loop)
+            found.append((growth / max(of_loop, 1.0), f"{recipe}: {growth:.2f}, the loop {of_loop:.2f}"))
     if not found:
         return Bar(text, "", "", None)
     value, where = max(found)
     return Bar(text, f"{value:.2f}", where, value <= 1.25)
+
+
+def _growth(rows: list[CpuRow], name: str) -> float:
+    """Of the smallest time of a byte, from the first row to the last; 1 where it was not taken."""
+    first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
+    return last[name].best / first[name].best / (rows[-1].bytes / rows[0].bytes) if name in first and name in last else 1.0

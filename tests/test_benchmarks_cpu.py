@@ -95,8 +95,8 @@ def test_short_calls_come_after_one_that_is_not_timed(monkeypatch):
         calls.append(seconds)
         clock[0] += seconds
 
-    for seconds, is_warm, number in ((0.04, True, 2), (0.04, False, 1), (0.06, True, 1), (0.0009, True, 3), (0.0009, False, 2)):
-        found = cpu_rows.watch(lambda seconds=seconds: call(seconds), is_warm=is_warm)
+    for seconds, below, number in ((0.04, 0.05, 2), (0.04, 0, 1), (0.06, 0.05, 1), (0.0009, 0.05, 3), (0.0009, 0, 2)):
+        found = cpu_rows.watch(lambda seconds=seconds: call(seconds), warm_below=below)
         calls.clear()
         assert found() == pytest.approx(seconds) and len(calls) == number
 
@@ -123,16 +123,21 @@ def test_memory_that_does_not_give_the_rate_lowers_the_bar():
 
 def test_bars_of_ggml_sizes_and_sweep():
     ggml = a_row(group="ggml", one=9000, peers={"ggml": 16_000}, **{"one into": 10_000})
-    sizes = [a_row(group="sizes", nbytes=1 << 25, all=5000), a_row(group="sizes", nbytes=1 << 30, all=250_000)]
+    sizes = [a_row(group="sizes", nbytes=n << 30, all=time) for n, time in ((1, 100_000), (8, 1_248_000))]
     sweep = {"cases": 2, "slower": [], "smallest": [{"ratio": 0.97, "case": "quantize mxfp4-ocp float16 8x64"}]}
     bars = found_bars(ggml, *sizes, sweep=sweep)
     encoders = bars["times faster than ggml's encoders, one thread each"]
     assert encoders.figure == "1.60" and not encoders.holds
-    linear = bars["time of a byte, largest size over smallest from 32 MB"]
-    assert linear.figure == "1.56" and linear.where == "nvfp4-te" and not linear.holds
-    assert bars["time of a byte into memory that is there, largest size over smallest from 32 MB"].holds is None
+    linear = bars["time of a byte, 8 GiB over 1024 MiB, beside a streaming loop's"]
+    assert linear.figure == "1.56" and linear.where == "nvfp4-te: 1.56, the loop 1.00" and not linear.holds
+    there = "time of a byte into memory that is there, 8 GiB over 32 MiB, beside a streaming loop's"
+    assert bars[there].holds is None
     into = [a_row(group="sizes", nbytes=n << 25, **{"all into": 5000 * n}) for n in (32, 1)]
-    assert found_bars(*into)["time of a byte into memory that is there, largest size over smallest from 32 MB"].figure == "1.00"
+    assert found_bars(*into)[there].figure == "1.00"
+    slower = [
+        a_row(group="sizes", nbytes=n << 25, peers={"loop into": 100 * t}, **{"all into": 150 * t}) for n, t in ((1, 1), (2, 3))
+    ]
+    assert found_bars(*slower)[there].figure == "1.00" and found_bars(*slower)[there].where == "nvfp4-te: 1.50, the loop 1.50"
     assert bars["times faster than the specification, every recipe, dtype and shape from 1 KB"].holds
 
 

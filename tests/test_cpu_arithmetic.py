@@ -60,8 +60,8 @@ static float by_rest(float x, float d) {
   return fma_rn(x, divisor.reciprocal, x * divisor.rest);
 }
 
-// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint of E2M1, whose quotient has another code: by quotient_by, and in two
-// operations by a divisor that is not the largest significand.
+// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint of E2M1, whose quotient has another code: by quotient_by, and
+// in two operations by a divisor that is not the largest significand.
 static u64 midpoints() {
   u64 wrong = 0;
   for (const float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
@@ -77,8 +77,8 @@ static u64 midpoints() {
   return wrong;
 }
 
-// Elements of so many bits, of all powers under which they may have codes other than 0, whose product with a divisor's multiplier, or whose
-// quotient in two operations, has another code than the quotient; every `step`th divisor. And how many divisors have no multiplier.
+// Elements of so many bits, under all powers where codes may be other than 0, whose product with a divisor's multiplier, or whose
+// quotient in two operations, has another code than the quotient; every `step`th divisor. missing: how many have no multiplier.
 static u64 products(int bits, u32 step, u32& missing) {
   u64 wrong = 0;
   float divisors[256];
