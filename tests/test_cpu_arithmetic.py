@@ -60,7 +60,7 @@ static float by_rest(float x, float d) {
   return fma_rn(x, divisor.reciprocal, x * divisor.rest);
 }
 
-// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint of E2M1, whose quotient has another code: by quotient_by, and
+// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint, whose quotient has another code: by quotient_by, and
 // in two operations by a divisor that is not the largest significand.
 static u64 midpoints() {
   u64 wrong = 0;
