@@ -1,0 +1,73 @@
+"""Elements at and beside what a block's divisor makes a midpoint of E2M1: by multipliers, by reciprocals and what these leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from engine_cases import NEEDS_ENGINE, agree
+
+import fp4kit
+from fp4kit.formats import E2M1, E4M3, FLOATS
+from fp4kit.recipes import RECIPES
+
+pytestmark = NEEDS_ENGINE
+DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark", "nvfp4-qwix")
+FULL = float(E2M1.max * E4M3.max)
+AWAY = (-2, -1, 0, 1, 2)  # in steps of the dtype
+MOST_ELEMENTS = 1 << 14  # from which on the engine has multipliers
+
+
+def last_significands(amaxes: np.ndarray) -> np.ndarray:
+    """Whether a divisor under an amax has the largest significand: a scale's value times amax / FULL."""
+    scales = amaxes.astype(np.float32) / np.float32(FULL)
+    divisors = scales[:, None] * np.arange(8, 16, dtype=np.float32)
+    return ((divisors.view(np.uint32) & 0x7FFFFF) == 0x7FFFFF).any(1)
+
+
+def amaxes() -> list[float]:
+    """Of 8 bits and more; such that scales are powers of two, one 3, 5 or 7 times it, or of the largest significand."""
+    drawn = np.random.default_rng(5)
+    many = np.arange(1 << 21, dtype=np.uint32) + np.float32(1.5).view(np.uint32)
+    few = [float(n) for n in (1.03125, 2.1875, 2.578125, 3.1875, 4.4375)]
+    return few + [FULL / 2**k for k in (0, 9)] + [FULL * n / 4096 for n in (3, 5, 7, 15, 35)] + [
+        *many.view(np.float32)[last_significands(many.view(np.float32))][:2].tolist(),
+        *np.exp(drawn.normal(0, 3, 6)).astype(np.float32).tolist(),
+    ]  # fmt: skip
+
+
+def stepped(values: np.ndarray, steps: int) -> np.ndarray:
+    """Positive values, so many steps of their dtype on."""
+    bits = np.dtype(f"u{values.itemsize}")
+    return (np.maximum(values.view(bits).astype(np.int64) + steps, 0)).astype(bits).view(values.dtype)
+
+
+def blocks_beside_midpoints(tensor_scale: float, dtype: np.dtype) -> np.ndarray:
+    """Rows of 16 for each scale code: its largest element, then elements at midpoints and beside them, and zeros."""
+    codes = np.arange(1, 127, dtype=np.uint8)
+    factors = E4M3.decode(codes).astype(np.float32) * np.float32(tensor_scale)
+    midpoints = np.array(E2M1.midpoints, np.float32)
+    rows = []
+    for factor in factors:
+        beside = [stepped((midpoints * factor).astype(dtype), steps) for steps in AWAY]
+        signed = np.concatenate([*beside, *(-x for x in beside), np.array([0, -0.0], dtype)])
+        padded = np.resize(signed, -(-len(signed) // 15) * 15).reshape(-1, 15)
+        rows.append(np.concatenate([np.full((len(padded), 1), np.float32(6) * factor, np.float32).astype(dtype), padded], 1))
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_elements_beside_midpoints(dtype):
+    for amax in amaxes():
+        with np.errstate(over="ignore"):
+            rows = blocks_beside_midpoints(amax / FULL, np.dtype(dtype))
+        rows = rows[np.isfinite(rows.astype(np.float32)).all(1)]
+        x = np.resize(rows, (2 * MOST_ELEMENTS // 16, 16))
+        for name in DIVIDING:
+            given = {} if RECIPES[name].tensor_scaling == "none" else {"tensor_amax": np.float32(amax)}
+            agree(fp4kit.quantize, x, name, **given)
+            agree(fp4kit.quantize, x[:256], name, **given)
+
+
+def test_the_largest_significand_is_tried():
+    """Under which a product with the reciprocal, and with what that leaves, is on a midpoint where the quotient is not."""
+    assert last_significands(np.array(amaxes())).sum() == 2
