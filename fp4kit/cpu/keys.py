@@ -50,7 +50,7 @@ def top_rule(r: Recipe) -> str:
 
 
 GRAIN = 32  # elements that lie in a block, where it has not 16
-WIDTH = 2048  # columns of a panel, and of a block, at most: kWidth of source/encode.h
+WIDTH = 2048  # columns of a panel, and of a block, at most: kWidth of source/blocks.h
 MOST_ROWS = 16  # of a block whose scale is chosen by errors: kMostRows of source/four_over_six.h
 
 

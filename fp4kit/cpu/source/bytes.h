@@ -1,5 +1,5 @@
 // Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two; small matrices
-// transposed by it.
+// transposed by it. Elements and codes of which two are a lane.
 #pragma once
 
 #include <type_traits>
@@ -177,3 +177,12 @@ constexpr int kNarrowed = sizeof(Narrow) == 1 ? 64 : 16;
 template <class Narrow>
 constexpr int kNarrowed = 16;
 #endif
+
+// Two codes a byte, the first in the low nibble.
+static void pack_codes(const u8* codes, i64 count, u8* out) {
+  for (i64 i = 0; i < count / 2; ++i) {
+    u16 pair;
+    std::memcpy(&pair, codes + 2 * i, 2);
+    out[i] = static_cast<u8>(pair | pair >> 4);
+  }
+}

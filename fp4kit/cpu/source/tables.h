@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "decode.h"
+#include "decode_rows.h"
 #include "encode.h"
 #include "four_over_six.h"
 #include "recipes.inc"

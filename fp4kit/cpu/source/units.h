@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "encode.h"
+#include "blocks.h"
 #include "hadamard.h"
 #include "pool.h"
 
