@@ -1,10 +1,13 @@
 """The reader of the golden vectors: both forms give the same arrays, and asking for what is absent says so."""
 
+import zipfile
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from fp4kit.evidence.golden import RECORDED, GoldenSet
+from fp4kit.evidence.packed import BASES, is_packed, references
 from tools import pack_golden
 
 
@@ -36,24 +39,109 @@ def small(request, original, tmp_path):
     """The small set in either form."""
     if request.param == "original":
         return GoldenSet.open(original)
-    source = pack_golden.source_arrays(GoldenSet.open(original))
-    pack_golden.write(pack_golden.pack(source), tmp_path / "golden.npz")
-    pack_golden.verify(source, GoldenSet.open(tmp_path / "golden.npz"))
-    return GoldenSet.open(tmp_path)
+    return packed(original, tmp_path / "packed")
 
 
-def test_sets_are_merged(tmp_path, original):
-    old, new = GoldenSet.open(original), tmp_path / "new"
-    new.mkdir()
-    file, key = "te", "a__f32/one/codes"
-    added = {"any/new/codes": np.arange(3, dtype=np.uint8)}
-    np.savez(new / "another.npz", **added)
-    np.savez(new / f"{file}.npz", **{key: old.get(file, key)} | added)
-    both = pack_golden.merged([old, GoldenSet.open(new)])
-    assert both.keys() - pack_golden.source_arrays(old).keys() == {("another", *added), (file, *added)}
-    np.savez(new / f"{file}.npz", **{key: old.get(file, key) + 1})
-    with pytest.raises(ValueError, match=f"{file}/{key} of .*new is another one before"):
-        pack_golden.merged([old, GoldenSet.open(new)])
+def packed(original, folder):
+    """The files of an original set, packed into a folder."""
+    golden = GoldenSet.open(original)
+    for name in ("inputs", "te"):
+        assert pack_golden.add(folder, name, pack_golden.arrays_of(golden, name)) == [name]
+    return GoldenSet.open(folder)
+
+
+def bytes_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.npz")}
+
+
+def test_a_producer_adds_only_itself(tmp_path, original):
+    folder = packed(original, tmp_path / "packed").path
+    before = bytes_of(folder)
+    new = {"a__f32/one/codes": np.arange(3, dtype=np.uint8)}
+    assert pack_golden.add(folder, "another", new) == ["another"]
+    after = bytes_of(folder)
+    assert before.items() <= after.items() and after.keys() - before.keys() == {"another.npz"}
+    assert GoldenSet.open(folder).files() == ("another", "te")
+
+
+def test_arrays_are_added_to_a_producers_file(tmp_path, original):
+    folder = packed(original, tmp_path / "packed").path
+    key, count = "a__f32/one/codes", len(GoldenSet.open(original).keys("te"))
+    pack_golden.add(folder, "te", {"a__f32/new/codes": np.arange(3, dtype=np.uint8)})
+    assert len(GoldenSet.open(folder).keys("te")) == count + 1
+    other = {key: np.arange(4, dtype=np.uint8)}
+    with pytest.raises(ValueError, match=f"te/{key} differs from the recorded one"):
+        pack_golden.add(folder, "te", other)
+    pack_golden.add(folder, "te", other, replace=True)
+    assert GoldenSet.open(folder).get("te", key).tolist() == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def alike(tmp_path):
+    """A packed folder whose file "quark" holds an array that differs in one byte from one of "te"."""
+    codes = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
+    near = codes.copy()
+    near[7] ^= 1
+    pack_golden.add(tmp_path, "te", {"a__f32/one/codes": codes, "a__f32/one/values": codes.view(np.float32)})
+    pack_golden.add(tmp_path, "quark", {"a__f32/its/codes": near, "a__f32/its/values": near.view(np.float32)})
+    return tmp_path, near
+
+
+def test_an_array_like_one_of_a_base_is_stored_as_the_difference(alike):
+    folder, near = alike
+    assert references(folder / "quark.npz") == {
+        "a__f32/its/codes": ("te", "a__f32/one/codes"),
+        "a__f32/its/values": ("te", "a__f32/one/values"),
+    }
+    assert (folder / "quark.npz").stat().st_size < 900 < (folder / "te.npz").stat().st_size
+    for golden in (GoldenSet.open(folder), GoldenSet.open(folder / "quark.npz")):
+        assert golden.get("quark", "a__f32/its/codes").tobytes() == near.tobytes()
+        assert golden.get("quark", "a__f32/its/values").tobytes() == near.tobytes()
+
+
+def test_bases_refer_to_earlier_bases_alone(golden):
+    ranks = {name: pack_golden.rank(name) for name in ("inputs", *golden.files())}
+    for name in ranks:
+        for file, _ in filter(None, references(RECORDED / f"{name}.npz").values()):
+            assert file in BASES and ranks[file] < ranks[name]
+
+
+def test_files_that_refer_to_a_replaced_array_are_packed_again(alike):
+    folder, near = alike
+    changed = np.zeros(1000, np.uint8)
+    written = pack_golden.add(folder, "te", {"a__f32/one/codes": changed}, replace=True)
+    assert written == ["te", "quark"]
+    golden = GoldenSet.open(folder)
+    assert golden.get("te", "a__f32/one/codes").tobytes() == changed.tobytes()
+    assert golden.get("quark", "a__f32/its/codes").tobytes() == near.tobytes()
+
+
+def test_only_the_files_that_are_asked_for_are_read(alike):
+    folder, _ = alike
+    (folder / "ao.npz").write_bytes(b"no file of arrays")
+    golden = GoldenSet.open(folder)
+    assert golden.files() == ("ao", "quark", "te")
+    assert golden.keys("quark") == ("a__f32/its/codes", "a__f32/its/values")
+    with pytest.raises(zipfile.BadZipFile):
+        golden.keys("ao")
+
+
+def test_one_file_is_opened_with_its_inputs(tmp_path, original):
+    packed(original, tmp_path / "packed")
+    for path in (original / "te.npz", tmp_path / "packed" / "te.npz"):
+        golden = GoldenSet.open(path)
+        assert (golden.files(), golden.inputs()) == (("te",), ("a__f32", "b__bf16"))
+        assert golden.variants("te") == {"one": ("a__f32", "b__bf16"), "two/more": ("b__bf16",)}
+
+
+def test_the_tool_packs_files_into_a_directory(tmp_path, original, monkeypatch, capsys):
+    files = [str(path) for path in original.glob("*.npz")]
+    monkeypatch.setattr("sys.argv", ["pack_golden", *files, "--into", str(tmp_path / "packed")])
+    pack_golden.main()
+    assert sorted(bytes_of(tmp_path / "packed")) == ["inputs.npz", "te.npz"]
+    assert capsys.readouterr().out.count("read back and equal") == 2
+    for name in ("inputs", "te"):
+        pack_golden.verify(pack_golden.arrays_of(GoldenSet.open(original), name), GoldenSet.open(tmp_path / "packed"), name)
 
 
 def test_names(small):
@@ -95,19 +183,22 @@ def test_a_set_without_inputs(tmp_path):
 
 
 def test_no_set(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"GoldenSet\.open: .* is neither a golden\.npz nor a directory"):
-        GoldenSet.open(tmp_path)
+    (tmp_path / "README.md").write_text("no set")
+    for path in (tmp_path, tmp_path / "README.md", tmp_path / "te.npz"):
+        with pytest.raises(FileNotFoundError, match=r"GoldenSet\.open: .* is neither a \.npz file of recorded outputs nor"):
+            GoldenSet.open(path)
 
 
 def test_the_recorded_set(golden):
     count = sum(len(golden.keys(file)) for file in golden.files()) + len(golden.inputs())
     assert f" {count} arrays " in (RECORDED / "README.md").read_text(), f"the set has {count} arrays"
     assert "nvfp4_1d" in golden.variants("te")
+    assert all(is_packed(path) for path in RECORDED.glob("*.npz"))
 
 
 def test_verify_sees_a_difference(original, tmp_path):
-    source = pack_golden.source_arrays(GoldenSet.open(original))
-    pack_golden.write(pack_golden.pack(source), tmp_path / "golden.npz")
-    source["te", "other/one/values"] = source["te", "other/one/values"][::-1]
+    source = pack_golden.arrays_of(GoldenSet.open(original), "te")
+    pack_golden.write(pack_golden.pack(source, {}), tmp_path / "te.npz")
+    source["other/one/values"] = source["other/one/values"][::-1]
     with pytest.raises(ValueError, match="te/other/one/values reads back differently"):
-        pack_golden.verify(source, GoldenSet.open(tmp_path))
+        pack_golden.verify(source, GoldenSet.open(tmp_path), "te")

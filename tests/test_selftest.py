@@ -281,7 +281,7 @@ def test_without_the_compiled_engine_there_is_nothing_to_test(monkeypatch, capsy
 
 def test_a_folder_without_recorded_outputs_is_an_error(tmp_path, capsys):
     assert main(["selftest", "--golden", str(tmp_path)]) == 2
-    assert "is neither a golden.npz nor" in capsys.readouterr().err
+    assert "is neither a .npz file of recorded outputs nor" in capsys.readouterr().err
 
 
 def test_the_recorded_outputs_are_those_of_the_package(monkeypatch, capsys):

@@ -102,7 +102,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     found = files_of(wheel)
     paths = (path for path in (ROOT / "fp4kit").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
     assert found == {path.relative_to(ROOT).as_posix() for path in paths}
-    assert {"fp4kit/evidence/recorded/golden.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
+    assert {"fp4kit/evidence/recorded/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
 
 
 def test_recipes_are_checked_against_the_recorded_outputs(installed):

@@ -1,11 +1,12 @@
-"""Pack recorded outputs of producers into fp4kit/evidence/recorded/golden.npz.
+"""Pack recorded outputs of producers into fp4kit/evidence/recorded, one file per producer.
 
-    python tools/pack_golden.py SRC... DST
+    python tools/pack_golden.py FILE... [--into DIRECTORY] [--replace]
 
-Each SRC is a directory of `<file>.npz` (a producer's outputs; `inputs.npz`: what they were computed from) or one that has been
-packed: to add arrays, name fp4kit/evidence/recorded, a directory of the new ones, and fp4kit/evidence/recorded again. DST is the
-directory that gets `golden.npz`. The format is described in fp4kit/evidence/golden.py. The same files give the same bytes, with
-the same version of liblzma. The result is read back and compared before the program ends.
+Each FILE is a producer's outputs, original (`te.npz`; `inputs.npz`: what they were computed from) or packed. It becomes
+DIRECTORY/<name of FILE>; if that exists, the arrays of FILE are added to it. --replace lets arrays of FILE replace others of
+the same key; without it, an array that differs is an error. fp4kit/evidence/packed.py describes the packed form. Files that
+are stored as differences to a replaced array are packed again. The result is read back and compared before the program ends.
+The same arrays give the same bytes, with the same version of liblzma.
 """
 
 from __future__ import annotations
@@ -15,68 +16,116 @@ import io
 import json
 import os
 import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
-from fp4kit.evidence.golden import PACKED_NAME, GoldenSet
+from fp4kit.evidence.golden import RECORDED, GoldenSet
+from fp4kit.evidence.packed import BASES, INDEX, references
 
 # The table of rcp.approx is data of the package, fp4kit/reference/rcp_approx_sm90.npz: the reference computes with it.
 EXCLUDED = ("rcp_approx_sm90",)
 
+# An array is stored as a difference if at most this share of its bytes differs from the other array's.
+MAX_DIFFERING = 0.3
+MIN_BYTES = 64
 
-def source_arrays(source: GoldenSet) -> dict[tuple[str, str], np.ndarray]:
-    """{(file, key): array}, in the order of the files."""
-    names = [name for name in ("inputs", *source.files()) if name not in EXCLUDED]
-    return {(name, key): source.get(name, key) for name in names for key in source.keys(name)}
+Arrays = Mapping[str, np.ndarray]
+# {(file, key): array}: the arrays that others may be stored as differences to.
+Places = dict[tuple[str, str], np.ndarray]
 
 
-def merged(sources: list[GoldenSet]) -> dict[tuple[str, str], np.ndarray]:
-    """source_arrays of several sets. Raises ValueError for two arrays of one name that differ."""
-    found: dict[tuple[str, str], np.ndarray] = {}
-    for source in sources:
-        for place, array in source_arrays(source).items():
-            if place in found and content(found[place]) != content(array):
-                raise ValueError(f"pack_golden: {'/'.join(place)} of {source.path} is another one before; give it another name")
-            found[place] = array
-    return found
+def arrays_of(golden: GoldenSet, name: str) -> dict[str, np.ndarray]:
+    """Return {key: array} for one file of a set, {} if it has none of that name."""
+    return {key: golden.get(name, key) for key in golden.keys(name)}
+
+
+def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[str, np.ndarray]:
+    """Return the arrays of both. If two of one key differ, the new one counts with `replace`; without, raises ValueError."""
+    for key in old.keys() & new.keys():
+        if not replace and content(old[key]) != content(new[key]):
+            raise ValueError(f"pack_golden: {name}/{key} differs from the recorded one; use another key or --replace")
+    return {**old, **new}
 
 
 def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """What makes two arrays one: dtype, shape and bytes (NaNs compare by their bits)."""
+    """Return what makes two arrays equal: dtype, shape and bytes (NaNs compare by their bits)."""
     return array.dtype.name, array.shape, array.tobytes()
 
 
-def similarity(place: tuple[str, str]) -> tuple[str, str, str, str]:
-    """A sort key that puts the outputs for one input side by side, where the compressor finds what they share."""
-    file, key = place
-    return key.split("/")[0], key.split("/")[-1], file, key
+def similarity(key: str) -> tuple[str, str, str]:
+    """Return a sort key that puts the outputs for one input side by side, where the compressor finds what they share."""
+    return key.split("/")[0], key.split("/")[-1], key
 
 
-def pack(source: dict[tuple[str, str], np.ndarray]) -> dict[str, bytes]:
-    """The members of the packed file: name -> bytes."""
+def rank(name: str) -> tuple[int, str]:
+    """Return a sort key: a file is stored as differences only to files in BASES that come before it."""
+    return (BASES.index(name) if name in BASES else len(BASES)), name
+
+
+def base_places(golden: GoldenSet, name: str) -> Places:
+    """Return the arrays that those of file `name` may be stored as differences to."""
+    files = [base for base in BASES if rank(base) < rank(name)]
+    return {(file, key): array for file in files for key, array in arrays_of(golden, file).items()}
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """Return the bytes of an array as one row of uint8."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+class Nearest:
+    """Find the array of the bases that differs least from a given one of the same input and size."""
+
+    def __init__(self, bases: Places) -> None:
+        self._found: dict[tuple[str, str, int], dict[bytes, tuple[str, str]]] = {}
+        for place, array in bases.items():
+            group = self._found.setdefault(self._group(place[1], array), {})
+            group.setdefault(array.tobytes(), place)
+
+    @staticmethod
+    def _group(key: str, array: np.ndarray) -> tuple[str, str, int]:
+        return key.split("/")[0], array.dtype.name, array.size
+
+    def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
+        """Return its place and its bytes, or None if none is near enough."""
+        if array.nbytes < MIN_BYTES:
+            return None
+        own, best, limit = raw(array), None, array.nbytes * MAX_DIFFERING
+        for data, place in self._found.get(self._group(key, array), {}).items():
+            other = np.frombuffer(data, np.uint8)
+            count = np.count_nonzero(own != other)
+            if count < limit:
+                best, limit = (place, other), count
+        return best
+
+
+def pack(source: Arrays, bases: Places) -> dict[str, bytes]:
+    """Return the members of a packed file: {name: bytes}."""
+    nearest = Nearest(bases)
     numbers: dict[tuple[str, tuple[int, ...], bytes], int] = {}
     chunks: dict[str, list[np.ndarray]] = {}
     starts: dict[str, int] = {}
-    table: list[tuple[str, int, tuple[int, ...]]] = []
-    for place in sorted(source, key=similarity):
-        array = source[place]
+    table: list[tuple[object, ...]] = []
+    for key in sorted(source, key=similarity):
+        array = source[key]
         if content(array) in numbers:
             continue
         dtype = array.dtype.name
         numbers[content(array)] = len(table)
-        table.append((dtype, starts.get(dtype, 0), array.shape))
+        near = nearest(key, array)
+        table.append((dtype, starts.get(dtype, 0), array.shape, *(near[0] if near else ())))
         starts[dtype] = starts.get(dtype, 0) + array.size
-        chunks.setdefault(dtype, []).append(array.reshape(-1))
-    files: dict[str, dict[str, int]] = {}
-    for (file, key), array in source.items():
-        files.setdefault(file, {})[key] = numbers[content(array)]
-    index = json.dumps({"arrays": table, "files": files}, separators=(",", ":")).encode()
-    return {"index.json": index} | {f"{name}.npy": npy(np.concatenate(chunks[name])) for name in sorted(chunks)}
+        stored = raw(array) ^ near[1] if near else raw(array)
+        chunks.setdefault(dtype, []).append(stored.view(array.dtype))
+    keys = {key: numbers[content(array)] for key, array in source.items()}
+    index = json.dumps({"arrays": table, "keys": keys}, separators=(",", ":")).encode()
+    return {INDEX: index} | {f"{name}.npy": npy(np.concatenate(chunks[name])) for name in sorted(chunks)}
 
 
 def npy(array: np.ndarray) -> bytes:
-    """The bytes of a .npy file."""
+    """Return the bytes of a .npy file."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
     return buffer.getvalue()
@@ -94,30 +143,62 @@ def write(members: dict[str, bytes], path: Path) -> None:
     os.replace(temporary, path)
 
 
-def verify(source: dict[tuple[str, str], np.ndarray], packed: GoldenSet) -> None:
-    """Raise ValueError unless the packed set has exactly the files, keys and arrays of the source."""
-    arrays = source_arrays(packed)
+def write_file(directory: Path, name: str, source: Arrays) -> None:
+    """Pack one file, and read it back."""
+    golden = GoldenSet.open(directory) if any(directory.glob("*.npz")) else None
+    write(pack(source, base_places(golden, name) if golden else {}), directory / f"{name}.npz")
+    verify(source, GoldenSet.open(directory), name)
+
+
+def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
+    """Raise ValueError unless the file of the set has exactly the keys and arrays of the source."""
+    arrays = arrays_of(packed, name)
     if arrays.keys() != source.keys():
-        raise ValueError(f"pack_golden: the keys of {packed.path} differ: {sorted(arrays.keys() ^ source.keys())[:4]}")
-    for (file, key), array in source.items():
-        if content(arrays[file, key]) != content(array):
-            raise ValueError(f"pack_golden: {file}/{key} reads back differently from {packed.path}")
+        raise ValueError(f"pack_golden: the keys of {name} in {packed.path} differ: {sorted(arrays.keys() ^ source.keys())[:4]}")
+    for key, array in source.items():
+        if content(arrays[key]) != content(array):
+            raise ValueError(f"pack_golden: {name}/{key} reads back differently from {packed.path}")
+
+
+def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
+    """Return the packed files with an array that is stored as a difference to one of the changed keys of file `name`."""
+    gone = {(name, key) for key in changed}
+    return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
+
+
+def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[str]:
+    """Pack the arrays of one producer into its file of a directory. Return the names of the files that were written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    before = GoldenSet.open(directory) if any(directory.glob("*.npz")) else None
+    old = arrays_of(before, name) if before else {}
+    source = merged(old, new, name, replace)
+    changed = [key for key in old if content(old[key]) != content(source[key])]
+    again = sorted(dependents(directory, name, changed), key=rank)
+    kept = {other: arrays_of(before, other) for other in again} if before else {}
+    write_file(directory, name, source)
+    for other, arrays in kept.items():
+        write_file(directory, other, arrays)
+    return [name, *kept]
 
 
 def main() -> None:
     """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("src", type=Path, nargs="+")
-    parser.add_argument("dst", type=Path)
+    parser.add_argument("file", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path, default=RECORDED, metavar="DIRECTORY")
+    parser.add_argument("--replace", action="store_true")
     arguments = parser.parse_args()
-    source = merged([GoldenSet.open(path) for path in arguments.src])
-    members = pack(source)
-    arguments.dst.mkdir(parents=True, exist_ok=True)
-    target = arguments.dst / PACKED_NAME
-    write(members, target)
-    verify(source, GoldenSet.open(target))
-    raw = sum(array.nbytes for array in source.values())
-    print(f"{target}: {len(source)} arrays, {raw} bytes -> {target.stat().st_size}, read back and equal")
+    for path in sorted(arguments.file, key=lambda path: rank(path.stem)):
+        if path.stem in EXCLUDED:
+            continue
+        arrays = arrays_of(GoldenSet.open(path), path.stem)
+        for name in add(arguments.into, path.stem, arrays, arguments.replace):
+            written = arguments.into / f"{name}.npz"
+            print(f"{written}: {written.stat().st_size} bytes, read back and equal")
+    golden = GoldenSet.open(arguments.into)
+    recorded = [array for name in ("inputs", *golden.files()) for array in arrays_of(golden, name).values()]
+    size = sum(path.stat().st_size for path in arguments.into.glob("*.npz"))
+    print(f"{arguments.into}: {len(recorded)} arrays, {sum(array.nbytes for array in recorded)} bytes -> {size}")
 
 
 if __name__ == "__main__":

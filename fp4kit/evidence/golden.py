@@ -1,36 +1,26 @@
-"""Recorded outputs of the producers (golden vectors), read from either of their two forms.
+"""Recorded outputs of the producers (golden vectors): a directory of `<file>.npz`, one per producer.
 
-Original form: a directory of `<file>.npz`, one per producer, whose keys are `<input>/<variant>/<part>`, and
-`inputs.npz`, whose keys are the names of the inputs.
-
-Packed form: one `golden.npz` that holds every distinct array once. Its member `index.json` is
-
-    {"arrays": [[dtype, start, shape], ...], "files": {file: {key: number of the array}, ...}}
-
-and array i is elements [start, start + size) of the member named after its dtype, in row-major order.
-tools/pack_golden.py makes it; fp4kit/evidence/recorded/README.md says what the arrays are.
+The keys of a file are `<input>/<variant>/<part>`; those of `inputs.npz` are the names of the inputs. A file is in its
+original form (numpy.savez) or packed (fp4kit/evidence/packed.py); a directory may hold both. tools/pack_golden.py packs files;
+fp4kit/evidence/recorded/README.md says what the arrays are.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-__all__ = ["PACKED_NAME", "GoldenSet"]
+from fp4kit.evidence.packed import INPUTS, Array, is_packed, read_packed
 
-Array = np.ndarray[Any, np.dtype[Any]]
+__all__ = ["RECORDED", "GoldenSet"]
+
 Arrays = Mapping[str, Array]
 
-PACKED_NAME = "golden.npz"
 RECORDED = Path(__file__).parent / "recorded"
-_INPUTS = "inputs"
 _OWN_INPUT = "/input/values"
 _BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of bfloat16
 
@@ -49,24 +39,23 @@ class GoldenSet:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
-        """Open a packed file, a directory with one, or a directory of original files.
+        """Open a directory of files, packed or original, or one file together with the `inputs.npz` beside it.
 
-        A packed set is read at once (37 MB in memory), an original file when something in it is first asked for.
+        A file is read when something in it is first asked for, a packed file together with those it is stored as a difference to.
 
         Raises:
-            FileNotFoundError: `path` is none of these.
+            FileNotFoundError: `path` is neither.
         """
         path = Path(path)
-        packed = path / PACKED_NAME if path.is_dir() else path
-        if packed.is_file():
-            return cls(packed, *_open_packed(packed))
-        names = tuple(sorted(file.stem for file in path.glob("*.npz")))
+        is_one = path.is_file() and path.suffix == ".npz"
+        directory = path.parent if is_one else path
+        files = (path, directory / f"{INPUTS}.npz") if is_one else directory.glob("*.npz")
+        names = tuple(sorted({file.stem for file in files if file.is_file()}))
         if not names:
             raise FileNotFoundError(
-                f"GoldenSet.open: {path} is neither a {PACKED_NAME} nor a directory of one or of original .npz files; "
-                f"{RECORDED} is one"
+                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; {RECORDED} is one"
             )
-        return cls(path, names, lambda name: _read_npz(path / f"{name}.npz"))
+        return cls(path, names, _Reader(directory))
 
     @classmethod
     def find(cls) -> GoldenSet:
@@ -75,7 +64,7 @@ class GoldenSet:
 
     def files(self) -> tuple[str, ...]:
         """The names of the files of outputs, sorted, such as "te"."""
-        return tuple(name for name in self._names if name != _INPUTS)
+        return tuple(name for name in self._names if name != INPUTS)
 
     def keys(self, file: str) -> tuple[str, ...]:
         """The keys of one file; none if the set has no such file."""
@@ -95,16 +84,16 @@ class GoldenSet:
 
     def inputs(self) -> tuple[str, ...]:
         """The names of the inputs, such as "normal__bf16"."""
-        return self.keys(_INPUTS)
+        return self.keys(INPUTS)
 
-    def input(self, name: str, file: str = _INPUTS) -> Array:
+    def input(self, name: str, file: str = INPUTS) -> Array:
         """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as `<input>/input/values`, that.
 
         Raises:
             KeyError: the set has no such input.
         """
         own = name + _OWN_INPUT
-        array = self.get(file, own) if own in self.keys(file) else self.get(_INPUTS, name)
+        array = self.get(file, own) if own in self.keys(file) else self.get(INPUTS, name)
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
@@ -128,27 +117,23 @@ class GoldenSet:
         return self._arrays[name]
 
 
-def _read_npz(path: Path) -> dict[str, Array]:
+class _Reader:
+    """Read files of one directory by name; what a packed file refers to is read once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._arrays: dict[str, Arrays] = {}
+
+    def __call__(self, name: str) -> Arrays:
+        if name not in self._arrays:
+            path = self._directory / f"{name}.npz"
+            self._arrays[name] = read_packed(path, self) if is_packed(path) else _read_original(path)
+        return self._arrays[name]
+
+
+def _read_original(path: Path) -> dict[str, Array]:
     with np.load(path, allow_pickle=False) as npz:
-        return {key: _frozen(npz[key]) for key in npz.files}
-
-
-def _open_packed(path: Path) -> tuple[tuple[str, ...], Callable[[str], Arrays]]:
-    """The names of the files in a packed set, and a function that gives the arrays of one."""
-    with np.load(path, allow_pickle=False) as npz:
-        index = json.loads(npz["index.json"])
-        members = {name: _frozen(npz[name]) for name in npz.files if name != "index.json"}
-
-    def array(number: int) -> Array:
-        dtype, start, shape = index["arrays"][number]
-        return members[dtype][start : start + math.prod(shape)].reshape(shape)
-
-    def read(name: str) -> dict[str, Array]:
-        return {key: array(number) for key, number in index["files"][name].items()}
-
-    return tuple(sorted(index["files"])), read
-
-
-def _frozen(array: Array) -> Array:
-    array.flags.writeable = False
-    return array
+        arrays = {key: npz[key] for key in npz.files}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays

@@ -1,0 +1,65 @@
+"""Read packed files of recorded outputs: one `<file>.npz` per producer, each holding every distinct array once.
+
+The member `index.json` of a packed file is
+
+    {"arrays": [[dtype, start, shape], ...], "keys": {key: number of the array}}
+
+Array i is elements [start, start + size) of the member `<dtype>.npy`, in row-major order. An entry
+`[dtype, start, shape, file, key]` stores a difference: its bytes are the XOR of the array's bytes with those of the array `key`
+of another packed file in the same directory, which has as many bytes. Only files named in BASES are referred to, and each only by
+the files that come later, in the order of BASES or outside it. tools/pack_golden.py writes packed files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["BASES", "INDEX", "INPUTS", "Array", "is_packed", "read_packed", "references"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+INPUTS = "inputs"
+INDEX = "index.json"
+BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
+
+
+def is_packed(path: Path) -> bool:
+    """Return True if the .npz file has an index; a file in the original form has none."""
+    with zipfile.ZipFile(path) as archive:
+        return INDEX in archive.namelist()
+
+
+def references(path: Path) -> dict[str, tuple[str, ...]]:
+    """Return {key: (file, key) of the array that it is stored as a difference to, or ()}; {} for a file in the original form."""
+    if not is_packed(path):
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        index = json.loads(archive.read(INDEX))
+    return {key: tuple(index["arrays"][number][3:]) for key, number in index["keys"].items()}
+
+
+def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
+    """Return the arrays of one packed file by key, read-only. `base` returns the arrays of another file of its directory."""
+    with np.load(path, allow_pickle=False) as npz:
+        index = json.loads(npz[INDEX])
+        members = {name: npz[name] for name in npz.files if name != INDEX}
+    arrays = [_array(members, entry, base) for entry in index["arrays"]]
+    return {key: arrays[number] for key, number in index["keys"].items()}
+
+
+def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
+    dtype, start, shape = entry[:3]
+    array = members[dtype][start : start + math.prod(shape)].reshape(shape)
+    if len(entry) > 3:
+        file, key = entry[3:]
+        other = np.ascontiguousarray(base(file)[key]).reshape(-1).view(np.uint8)
+        array = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) ^ other).view(array.dtype).reshape(shape)
+    array.flags.writeable = False
+    return array
