@@ -1,4 +1,4 @@
-"""The commands recipes and formats: tables of what there is, and the check against recorded outputs."""
+"""The commands recipes and formats: tables of what there is, and the checks against producers, recorded and live."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def register(commands: Any) -> None:
     what = listing.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compare with the recorded outputs of the producers, array by array")
     what.add_argument("--agreement", action="store_true", help="print which recipes give the same bytes on ordinary data")
+    what.add_argument("--live", action="store_true", help="compare with installed producers on drawn inputs, in every bit")
+    listing.add_argument("--seconds", type=float, metavar="S", help="with --live: how long each producer runs (default: 10)")
+    listing.add_argument("--seed", type=int, metavar="N", help="with --live: of what is drawn (default: 0)")
     listing.add_argument("--golden", metavar="DIR", help="recorded outputs to check (default: those of the package)")
     add_command(commands, "formats", _formats, "list the number formats")
 
@@ -33,6 +36,13 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
     ids = tuple(recipe(name).id for name in args.ids) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
+    for name in ("seconds", "seed"):
+        if getattr(args, name) is not None and not args.live:
+            raise ValueError(f"--{name} was given without --live; add --live")
+    if args.live:
+        from fp4kit.cli.live import live  # rich's progress bars take a while to import
+
+        return live(out, ids, 10.0 if args.seconds is None else args.seconds, args.seed or 0)
     if args.check:
         return _check(out, ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
     if args.agreement:

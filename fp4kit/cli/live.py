@@ -1,0 +1,57 @@
+"""The option --live of the command recipes: installed producers beside fp4kit on drawn inputs."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from fp4kit.cli.guard import DIFFERENT, DONE
+from fp4kit.cli.output import Output
+from fp4kit.evidence.live import report, run
+
+
+def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
+    """Run every installed producer for some seconds, print what was found; return 1 if anything differs or nothing ran."""
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"--seconds is {seconds:g}; needs a positive number")
+    if seed < 0:
+        raise ValueError(f"--seed is {seed}; needs 0 or more")
+    results = _run(out, ids, seconds, seed)
+    out.table(report.COLUMNS, report.rows(results))
+    for title, columns, rows in (
+        ("Recipes that differ:", report.RECIPE_COLUMNS, report.differing_rows(results)),
+        ("Recipes that were not run:", report.LEFT_OUT_COLUMNS, report.left_out_rows(results, ids)),
+    ):
+        if rows:
+            out.line()
+            out.line(title)
+            out.table(columns, rows)
+    for result in results:
+        for found in result.found:
+            out.verbatim(f"\n# drawn as number {found.number} of seed {seed}: {found.kind}, {found.dtype}")
+            out.verbatim(found.script)
+    arrays, differing = (sum(getattr(result.total, name) for result in results) for name in ("arrays", "differing"))
+    out.line()
+    out.line(f"{arrays:,} arrays of {len(report.rows(results))} producers were compared in every bit; {differing:,} differ")
+    out.document("recipes.live/1", run.document(results, ids, seconds, seed))
+    return DONE if arrays and not differing else DIFFERENT
+
+
+def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.Result]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    shown = not out.quiet and sys.stderr.isatty()
+    results = []
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("")
+        for adapter in run.adapters():
+            bar.update(task, description=adapter.name, completed=0)
+
+            def tick(differing: int, name: str = adapter.name) -> None:
+                bar.advance(task)
+                bar.update(task, description=f"{name}: {bar.tasks[0].completed:,.0f} arrays, {differing:,} differ")
+
+            results.append(run.run(adapter, ids, seconds, seed, tick))
+    return results

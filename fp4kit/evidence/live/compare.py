@@ -1,0 +1,134 @@
+"""The comparison of a producer's arrays with what fp4kit gives for the same input, in every bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Call, Parts
+from fp4kit.formats import ElementFormat, bit_patterns
+from fp4kit.reference.codec import decode
+
+# The parts that a producer may give, and the fp4kit expression for each: q is the Quantized, v the producer's array.
+PARTS = {
+    "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",  # one per element, also where bytes hold two
+    "block_scale": "q.block_scale",  # bit patterns
+    "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, in the direction of decoding
+    "values": "fp4kit.dequantize(q, v.dtype)",  # decoded
+    "values_float16": "fp4kit.dequantize(q, v.dtype)",
+    "values_bfloat16": "fp4kit.dequantize(q, v.dtype)",
+    "fake": "fp4kit.fake_quantize(x, r).astype(v.dtype)",  # of a fake quantizer
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in one part: how many of its elements, and the first of them on both sides.
+
+    at: the index of the first; None if the arrays differ in shape or dtype, which theirs and ours tell then.
+    """
+
+    part: str
+    differing: int
+    size: int
+    at: tuple[int, ...] | None
+    theirs: str
+    ours: str
+
+    def __str__(self) -> str:
+        at = "" if self.at is None else f"at {self.at}, "
+        return f"{self.part}: {self.differing} of {self.size} differ, first {at}{self.theirs} there and {self.ours} here"
+
+
+@dataclass
+class Compared:
+    """The differences of one array, and which exceptions excused others."""
+
+    differences: list[Difference] = field(default_factory=list)
+    excused: Counter[str] = field(default_factory=Counter)
+    elements: int = 0
+
+
+def compare(id: str, x: np.ndarray, call: Call, theirs: Parts | None = None) -> Compared:
+    """Run the producer and fp4kit on x, and compare every part that the producer gives."""
+    theirs = call.function(x) if theirs is None else theirs
+    r = fp4kit.recipe(id)
+    q = None if r.fake_only else fp4kit.quantize(x, r)
+    found = Compared(elements=x.size)
+    with np.errstate(all="ignore"):
+        for part, v in theirs.items():
+            ours = eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r})
+            difference = _difference(part, v, ours, _mask(part, x, q, call, r, v, ours, found.excused), r)
+            found.differences += [difference] if difference else []
+    return found
+
+
+def _mask(
+    part: str, x: np.ndarray, q: Any, call: Call, r: fp4kit.Recipe, theirs: np.ndarray, ours: np.ndarray, excused: Counter[str]
+) -> np.ndarray:
+    """Return where differences are excused, and count each exception that excuses one."""
+    shape = np.shape(theirs)
+    masked = np.zeros(shape, bool)
+    if not call.exempt or shape != np.shape(ours):
+        return masked
+    differs = _differing(part, theirs, ours, r)
+    if not differs.any():
+        return masked
+    for exempt in call.exempt:
+        where = _over_part(part, exempt.where(x, q), exempt.scales, r)
+        if where is not None:
+            if (differs & where & ~masked).any():
+                excused[exempt.name] += 1
+            masked |= np.broadcast_to(where, shape)
+    return masked
+
+
+def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
+    """Return a mask over elements as one over a part; None if the exception says nothing about that part."""
+    if part in ("block_scale", "tensor_scale") and not scales:
+        return None
+    if part == "block_scale":
+        return np.asarray(where.reshape(*where.shape[:-1], -1, r.block_size).any(axis=-1))
+    return np.asarray(where.all()) if part == "tensor_scale" else where
+
+
+def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
+    """Return where two arrays of one shape differ: in any bit, except that a NaN equals a NaN."""
+    fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
+    a, b = np.asarray(theirs), np.asarray(ours)
+    differ = np.asarray(bit_patterns(a) != bit_patterns(b))
+    if differ.any():
+        differ &= ~(_is_nan(a, fmt) & _is_nan(b, fmt))
+    return differ
+
+
+def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
+    numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
+    return np.isnan(numbers)
+
+
+def _difference(part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe) -> Difference | None:
+    ours = np.asarray(ours)
+    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        kinds = f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}"
+        return Difference(part, max(ours.size, 1), ours.size, None, *kinds)
+    differ = _differing(part, theirs, ours, r) & ~masked
+    if not differ.any():
+        return None
+    at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), differ.shape))
+    shown = (_shown(theirs[at]), _shown(ours[at]))
+    return Difference(part, int(np.count_nonzero(differ)), differ.size, at, *shown)
+
+
+def _shown(value: Any) -> str:
+    return str(int(value)) if value.dtype == np.uint8 else f"{value} ({int(bit_patterns(np.asarray(value))):#x})"
+
+
+def differing_parts(differences: Iterable[Difference]) -> frozenset[str]:
+    """Return the names of the parts that differ."""
+    return frozenset(difference.part for difference in differences)

@@ -1,0 +1,231 @@
+"""Drawn inputs: arrays of many kinds from a seed, each reproducible by its number."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from math import lcm
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence import fuzz_arrays
+from fp4kit.formats import E4M3, unsigned
+
+Shape = tuple[int, int]
+ROWS = (1, 2, 3, 5, 7, 16, 33)
+BLOCKS = (1, 2, 3, 5, 8, 13, 21)
+ULPS = 8  # how far from a threshold an amax is drawn, at most
+MOST = 8192  # elements of an array
+
+
+class Drawn(NamedTuple):
+    """An array, and the kind of values that it has."""
+
+    x: np.ndarray
+    kind: str
+
+
+def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
+    """Return the array of a number: dtypes and kinds take turns, the rest comes from the seed and the recipe's id.
+
+    columns: what the length of rows is a multiple of, besides whole blocks.
+    """
+    rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
+    kind = tuple(KINDS)[number // len(dtypes) % len(KINDS)]
+    dtype = fuzz_arrays.DTYPES[dtypes[number % len(dtypes)]]
+    with np.errstate(all="ignore"):
+        x = KINDS[kind](rng, _shape(rng, r, columns), dtype, r)
+    return Drawn(np.ascontiguousarray(x, dtype), kind)
+
+
+def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
+    """Return a number of rows and of columns: odd numbers of whole blocks among them."""
+    while True:
+        rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
+        if rows * columns <= MOST:
+            return rows, columns
+
+
+# ---- kinds of values ------------------------------------------------------------------------------------------------------
+
+Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarray]
+
+
+def _fuzzed(name: str) -> Kind:
+    """Return a kind of fuzz_arrays."""
+
+    def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+        return fuzz_arrays.VALUES[name](rng, shape, dtype)
+
+    return kind
+
+
+def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return x in a dtype, clipped to its finite numbers."""
+    top = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(x, -top, top).astype(dtype)
+
+
+def _weights(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Normal values of the size of a model's weights."""
+    return (rng.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype)
+
+
+def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Student's t with 1.5 degrees of freedom."""
+    return _finite(rng.standard_t(1.5, shape), dtype)
+
+
+def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Numbers of bfloat16 or float16, held in the dtype."""
+    narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
+    return fuzz_arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
+
+
+def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Subnormal numbers, from a largest magnitude that changes from block to block."""
+    bits = unsigned(dtype)
+    largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
+    magnitudes = rng.integers(0, _spread(largest, shape, r) + 1).astype(bits)
+    return np.where(rng.random(shape) < 0.5, 1, 0).astype(bits) * bits.type(1 << (8 * dtype.itemsize - 1)) | magnitudes
+
+
+def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Exact powers of two: blocks of near exponents anywhere in the dtype's range."""
+    info = ml_dtypes.finfo(dtype)
+    top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
+    exponents = _spread(top, shape, r) - rng.integers(0, 12, shape)
+    return _finite(rng.choice([-1.0, 1.0], shape) * np.exp2(exponents), dtype)
+
+
+def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Normal values in blocks of any size that the dtype holds."""
+    info = ml_dtypes.finfo(dtype)
+    exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
+    return _finite(rng.standard_normal(shape) * np.exp2(_spread(exponents, shape, r)), dtype)
+
+
+def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Values within a factor of 64 of the dtype's largest."""
+    exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
+    return _finite(rng.uniform(-1, 1, shape) * np.exp2(_spread(exponents, shape, r)), dtype)
+
+
+def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Small values, and one of 1e4."""
+    x = rng.standard_normal(shape)
+    x.reshape(-1)[rng.integers(x.size)] = 1e4
+    return x.astype(dtype)
+
+
+def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Blocks whose amax is within a few ulp of a power of two, or of one times the element's largest value or 1.75."""
+    info = ml_dtypes.finfo(dtype)
+    mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
+    exponents = rng.integers(info.minexp - 2, info.maxexp, _blocks(shape, r)).astype(np.float64)
+    amaxes = _finite(rng.choice(mantissas, exponents.shape) * np.exp2(exponents), dtype)
+    return _under(rng, _beside(rng, amaxes), shape, r)
+
+
+def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
+    """Blocks whose amax is within a few ulp of where the recipe's block scale becomes the next one."""
+    if r.fake_only or r.block is None:
+        return _near_powers(rng, shape, dtype, r)
+    rows, columns = _blocks(shape, r)
+    tensor = _finite(np.exp2(rng.uniform(-12, 12)), dtype) if r.tensor_scaling == "tensor" else None
+    return _under(rng, _beside(rng, _thresholds(rng, (rows, columns), dtype, r, tensor)), shape, r, tensor)
+
+
+KINDS: dict[str, Kind] = {
+    "ordinary": _fuzzed("ordinary"),
+    "near thresholds": _near_thresholds,
+    "weights": _weights,
+    "ties": _fuzzed("ties"),
+    "near powers": _near_powers,
+    "narrow": _narrow,
+    "heavy tails": _heavy_tails,
+    "zeros": _fuzzed("zeros"),
+    "tiny": _fuzzed("tiny"),
+    "one outlier": _one_outlier,
+    "powers": _powers,
+    "subnormal": lambda rng, shape, dtype, r: _subnormal(rng, shape, dtype, r).view(dtype),
+    "wide": _wide,
+    "large": _large,
+    "constant": _fuzzed("constant"),
+    "finite": _fuzzed("finite"),
+}
+
+
+# ---- blocks -----------------------------------------------------------------------------------------------------------------
+
+
+def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
+    """Return how many blocks a shape has in each direction; blocks of 16 if the recipe has none."""
+    return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
+
+
+def _spread(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
+    """Return a number per block as one per element."""
+    rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
+    return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
+
+
+def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
+    """Return positive numbers that are at most ULPS bit patterns away, and finite."""
+    bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
+    top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
+    return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
+
+
+def _under(
+    rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
+) -> np.ndarray:
+    """Return blocks of given amaxes, held by an element at a random place; the first element is the tensor's amax, if given."""
+    x = (rng.uniform(-1, 1, shape) * _spread(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
+    rows, columns = amaxes.shape
+    height, width = shape[0] // rows, shape[1] // columns
+    i, j = np.ogrid[:rows, :columns]
+    at = i * height + rng.integers(0, height, amaxes.shape), j * width + rng.integers(0, width, amaxes.shape)
+    x[at] = rng.choice([-1, 1], amaxes.shape).astype(amaxes.dtype) * amaxes
+    if tensor is not None:
+        x[0, 0] = tensor
+    return x
+
+
+def _thresholds(
+    rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
+) -> np.ndarray:
+    """Return an amax for each block at which the scale code changes: bisection between two that have different codes."""
+    bits = unsigned(dtype)
+    span = 1 << ml_dtypes.finfo(dtype).nmant
+    bottom, top = _range(rng, dtype, r, tensor)
+    low = rng.integers(bottom, max(top - span, bottom + 1), blocks)
+    high = np.minimum(low + span, top)
+    start = _scale_codes(low, dtype, r, tensor)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        same = _scale_codes(middle, dtype, r, tensor) == start
+        low, high = np.where(same, middle, low), np.where(same, high, middle)
+    return high.astype(bits).view(dtype)
+
+
+def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
+    """Return bit patterns between which block amaxes have scale codes of their own: 20 binades for E4M3, else most often all."""
+    span = 1 << ml_dtypes.finfo(dtype).nmant
+    largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
+    if tensor is None and r.scale is E4M3:
+        largest = np.asarray(float(E4M3.max) * float(r.element.max), dtype)
+    top = int(largest.view(unsigned(dtype)))
+    return (max(top - 20 * span, 0) if r.scale is E4M3 or rng.random() < 0.5 else 0), top
+
+
+def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
+    """Return the scale codes of blocks that hold their amax, given as bit patterns, and zeros."""
+    rows, columns = amaxes.shape
+    x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)
+    x[:: r.block_rows, r.block_size :: r.block_size] = amaxes.astype(unsigned(dtype)).view(dtype)
+    x[0, 0] = 0 if tensor is None else tensor
+    return fp4kit.quantize(x, r).block_scale[:: r.block_rows, 1:]

@@ -1,0 +1,61 @@
+"""Named exceptions: elements of an array for which a recipe's `exact` claims no equality, as small predicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.formats import E8M0
+from fp4kit.reference.codec import decode
+
+Where = Callable[[np.ndarray, Any], np.ndarray]  # from x and fp4kit's Quantized to a mask of x's shape
+
+
+class Exempt(NamedTuple):
+    """Elements whose codes and values are not compared; scales: block scales of blocks with such elements are not, either."""
+
+    name: str
+    where: Where
+    scales: bool = False
+
+
+def block_amax(x: np.ndarray, size: int) -> np.ndarray:
+    """Return the largest magnitude of each element's block of one row, in float32, in the shape of x."""
+    blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
+    return np.repeat(blocks.max(axis=-1), size, axis=-1)
+
+
+def _amax(x: np.ndarray, q: Any) -> np.ndarray:
+    return block_amax(x, q.recipe.block_size)
+
+
+def _scale(x: np.ndarray, q: Any) -> np.ndarray:
+    scale = decode(q.block_scale, q.recipe.scale or E8M0)
+    return np.repeat(scale, q.recipe.block_size, axis=-1)
+
+
+def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    return np.isnan(_scale(x, q))
+
+
+def _nan_tensor_scale(x: np.ndarray, q: Any) -> np.ndarray:
+    return np.full(x.shape, bool(np.isnan(q.tensor_scale).any()))
+
+
+def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
+    limit = 1.75 * 2.0 ** (15 if x.dtype == np.float16 else 127)
+    return ~(_amax(x, q) < limit)
+
+
+def _overflowing_value(x: np.ndarray, q: Any) -> np.ndarray:
+    largest = float(q.recipe.element.max) * _scale(x, q).astype(np.float64)
+    return largest > float(ml_dtypes.finfo(x.dtype).max)
+
+
+NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
+NAN_TENSOR = Exempt("tensors whose scale is NaN", _nan_tensor_scale, scales=True)
+ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)
+OVERFLOWING_VALUE = Exempt("blocks whose largest value overflows the dtype", _overflowing_value)

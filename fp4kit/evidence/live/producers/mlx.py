@@ -1,0 +1,67 @@
+"""MLX: mx.quantize and mx.dequantize of its CPU back end."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+
+
+def _array(x: np.ndarray) -> Any:
+    import mlx.core as mx
+
+    if x.dtype == ml_dtypes.bfloat16:
+        return mx.array(x.view(np.uint16)).view(mx.bfloat16)
+    return mx.array(x)
+
+
+def _numpy(a: Any) -> np.ndarray:
+    import mlx.core as mx
+
+    if a.dtype == mx.bfloat16:
+        return np.array(a.view(mx.uint16)).view(ml_dtypes.bfloat16)
+    return np.array(a)
+
+
+def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
+    import mlx.core as mx
+
+    with mx.stream(mx.cpu):
+        amax = mx.array(np.abs(x.astype(np.float32)).max()) if with_global else None
+        words, scales, *_ = mx.quantize(_array(x), mode=mode, global_scale=amax)
+        parts = {"block_scale": _numpy(scales)}
+        for name in ("float32",) if with_global else ("float32", "float16", "bfloat16"):
+            values = mx.dequantize(words, scales, mode=mode, global_scale=amax, dtype=getattr(mx, name))
+            parts["values" if name == "float32" else f"values_{name}"] = _numpy(values)
+        codes = _numpy(words).view(np.uint8)
+    return {"codes": codes if mode == "mxfp8" else fp4kit.unpack(codes), **parts}
+
+
+def _since(first: str, mode: str, **options: Any) -> Call:
+    return Call(partial(_quantize, mode=mode, **options), columns=32, first=first)
+
+
+ADAPTER = Adapter(
+    name="mlx",
+    module="mlx",
+    beside=("mlx-cpu",),
+    calls={
+        "nvfp4-mlx-cpu": _since("0.31.2", "nvfp4"),
+        "nvfp4-mlx-cpu-global": _since("0.31.2", "nvfp4", with_global=True),
+        "mxfp4-mlx-cpu": _since("0.32.2", "mxfp4"),
+        "mxfp8-mlx-cpu": _since("0.32.2", "mxfp8"),
+        "mxfp4-mlx-cpu-0321": Call(partial(_quantize, mode="mxfp4"), last="0.32.1"),
+        "mxfp8-mlx-cpu-0321": Call(partial(_quantize, mode="mxfp8"), last="0.32.1"),
+    },
+    left_out={
+        "nvfp4-mlx-metal": "Metal kernels need an Apple GPU",
+        "nvfp4-mlx-metal-global": "Metal kernels need an Apple GPU",
+        "mxfp4-mlx-metal-0321": "Metal kernels need an Apple GPU",
+        "mxfp8-mlx-metal-0321": "Metal kernels need an Apple GPU",
+    },
+)

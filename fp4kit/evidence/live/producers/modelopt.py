@@ -1,0 +1,66 @@
+"""NVIDIA Model-Optimizer: the quantized tensor classes, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.exceptions import NAN_TENSOR
+
+
+def _prepare() -> None:
+    import modelopt.torch.quantization.qtensor  # noqa: F401
+
+
+def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
+    import torch
+
+    names = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}
+    return {name: to_numpy(t.dequantize(dtype, **scales)) for name, dtype in names.items()}
+
+
+def _nvfp4(x: np.ndarray) -> Parts:
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
+    return {
+        "codes": fp4kit.unpack(to_numpy(t._quantized_data)),
+        "block_scale": to_numpy(scale),
+        "tensor_scale": to_numpy(double_scale),
+        **_values(t, scale=scale, double_scale=double_scale, block_sizes={-1: 16}),
+    }
+
+
+def _mxfp4(x: np.ndarray) -> Parts:
+    from modelopt.torch.quantization.qtensor import MXFP4QTensor
+
+    t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
+    return {
+        "codes": fp4kit.unpack(to_numpy(t._quantized_data)),
+        "block_scale": to_numpy(scale).reshape(*x.shape[:-1], -1),
+        **_values(t, scale=scale, block_sizes={-1: 32}),
+    }
+
+
+def _mxfp8(x: np.ndarray) -> Parts:
+    from modelopt.torch.quantization.qtensor import MXFP8QTensor
+
+    t, scale = MXFP8QTensor.quantize(to_torch(x))
+    return {"codes": to_numpy(t._quantized_data), "block_scale": to_numpy(scale), **_values(t, scale=scale)}
+
+
+ADAPTER = Adapter(
+    name="nvidia-modelopt",
+    module="modelopt",
+    beside=("torch",),
+    prepare=_prepare,
+    calls={
+        "nvfp4-modelopt": Call(_nvfp4, exempt=(NAN_TENSOR,)),
+        "mxfp4-modelopt": Call(_mxfp4),
+        "mxfp8-modelopt": Call(_mxfp8),
+    },
+)

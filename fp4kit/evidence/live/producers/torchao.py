@@ -1,0 +1,74 @@
+"""torchao: MXTensor.to_mx and nvfp4_quantize, on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.exceptions import NAN_SCALE
+
+
+def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
+
+    dtype = getattr(torch, element, element)  # those of FP6 are strings
+    t = MXTensor.to_mx(to_torch(x), dtype, 32, ScaleCalculationMode(mode))
+    codes = to_numpy(t.qdata.view(torch.uint8))
+    return {
+        "codes": fp4kit.unpack(codes) if element == "float4_e2m1fn_x2" else codes,
+        "block_scale": to_numpy(t.scale.view(torch.uint8)),
+        "values": to_numpy(t.dequantize(torch.float32)),
+        "values_bfloat16": to_numpy(t.dequantize(torch.bfloat16)),
+    }
+
+
+def _nvfp4(x: np.ndarray, single: bool) -> Parts:
+    import torch
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+
+    t = to_torch(x)
+    scale = None if single else per_tensor_amax_to_scale(t.abs().max())
+    q = NVFP4Tensor.to_nvfp4(t, 16, scale)
+    parts = {
+        "codes": fp4kit.unpack(to_numpy(q.qdata.view(torch.uint8))),
+        "block_scale": to_numpy(q.scale.view(torch.uint8)),
+        "values": to_numpy(q.dequantize(torch.float32)),
+        "values_bfloat16": to_numpy(q.dequantize(torch.bfloat16)),
+    }
+    return parts if scale is None else {**parts, "tensor_scale": to_numpy(scale)}
+
+
+def _call(function: Any, **fields: Any) -> Call:
+    return Call(partial(function, **fields), ("float32", "bfloat16"), exempt=(NAN_SCALE,))
+
+
+_ELEMENTS = {
+    "mxfp4-torchao-{}": "float4_e2m1fn_x2",
+    "mxfp6-torchao-{}-e2m3": "fp6_e2m3",
+    "mxfp6-torchao-{}-e3m2": "fp6_e3m2",
+    "mxfp8-torchao-{}": "float8_e4m3fn",
+    "mxfp8-torchao-{}-e5m2": "float8_e5m2",
+}
+
+ADAPTER = Adapter(
+    name="torchao",
+    module="torchao",
+    beside=("torch",),
+    calls={
+        "nvfp4-torchao": _call(_nvfp4, single=False),
+        "nvfp4-torchao-single": _call(_nvfp4, single=True),
+        "mxfp4-ocp": _call(_mx, element="float4_e2m1fn_x2", mode="floor"),
+        **{
+            id.format(mode): _call(_mx, element=element, mode=mode)
+            for id, element in _ELEMENTS.items()
+            for mode in ("floor", "rceil", "ceil", "even")
+            if id.format(mode) in fp4kit.recipes()
+        },
+    },
+)

@@ -1,0 +1,43 @@
+"""The report of running producers: tables of text."""
+
+from __future__ import annotations
+
+from fp4kit.evidence.live.run import Result, not_run
+
+COLUMNS = ("producer", "version", "#recipes", "#arrays", "#differing", "exceptions used")
+RECIPE_COLUMNS = ("recipe", "#arrays", "#differing", "exceptions used")
+LEFT_OUT_COLUMNS = ("not run", "why")
+
+
+def rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """Return one row per producer that ran."""
+    found: list[tuple[str, ...]] = []
+    for result in results:
+        if not result.reason and result.recipes:
+            total = result.total
+            counts = (f"{len(result.recipes)}", f"{total.arrays:,}", f"{total.differing:,}")
+            found.append((result.producer, result.version, *counts, exceptions(total.exceptions)))
+    return found
+
+
+def differing_rows(results: list[Result]) -> list[tuple[str, ...]]:
+    """Return one row per recipe that differs."""
+    return [
+        (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
+        for result in results
+        for id, tally in result.recipes.items()
+        if tally.differing
+    ]
+
+
+def left_out_rows(results: list[Result], ids: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return one row per reason why recipes were not run."""
+    reasons: dict[str, list[str]] = {}
+    for id, reason in not_run(results, ids).items():
+        reasons.setdefault(reason, []).append(id)
+    return [(", ".join(names), reason) for reason, names in reasons.items()]
+
+
+def exceptions(used: dict[str, int]) -> str:
+    """Return the names of exceptions, each with the number of arrays in which it excused a difference."""
+    return ", ".join(f"{name} ({count:,})" for name, count in sorted(used.items()))

@@ -1,0 +1,277 @@
+"""Running producers on drawn inputs beside fp4kit: for some seconds each, every difference counted, some shrunk and printed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call
+from fp4kit.evidence.live.compare import Compared, compare, differing_parts
+from fp4kit.evidence.live.draw import draw
+from fp4kit.evidence.live.script import script
+from fp4kit.evidence.live.shrink import shrink
+
+SHRINKING = 10.0  # seconds for one difference, at most
+SHOWN = 3  # differences of a recipe that are shrunk and printed, at most
+
+
+class NotRun(Exception):
+    """A producer or recipe that cannot be run here; the text says why."""
+
+
+@dataclass
+class Found:
+    """One difference: which recipe, in which drawn array, what differs after shrinking, and the program that shows it."""
+
+    recipe: str
+    kind: str
+    dtype: str
+    number: int
+    text: str
+    script: str
+
+
+@dataclass
+class Tally:
+    """Counts of one recipe."""
+
+    arrays: int = 0
+    elements: int = 0
+    differing: int = 0
+    exceptions: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class Result:
+    """What running one producer gave. reason: why it was not run, or "". versions: by the name of the distribution."""
+
+    producer: str
+    version: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    reason: str = ""
+    seconds: float = 0.0
+    recipes: dict[str, Tally] = field(default_factory=dict)
+    found: list[Found] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total(self) -> Tally:
+        """The sums of the counts of all recipes."""
+        total = Tally()
+        for tally in self.recipes.values():
+            total.arrays += tally.arrays
+            total.elements += tally.elements
+            total.differing += tally.differing
+            total.exceptions += tally.exceptions
+        return total
+
+
+def run(
+    adapter: Adapter, ids: tuple[str, ...], seconds: float, seed: int, tick: Callable[[int], None] = lambda differing: None
+) -> Result:
+    """Run the calls of an adapter that are among the ids, in turns, for so many seconds.
+
+    A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
+    tick: called after each array, with the number of those that differ.
+    """
+    result = Result(adapter.name)
+    result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
+    try:
+        result.version, result.versions = find(adapter)
+        with quiet():
+            (adapter.prepare or (lambda: importlib.import_module(adapter.module)))()
+    except NotRun as error:
+        return _not_run(result, adapter, ids, str(error))
+    except (ImportError, OSError) as error:
+        return _not_run(result, adapter, ids, f"cannot be imported: {_one_line(error)}")
+    calls = dict(_chosen(adapter, ids, result))
+    start = time.monotonic()
+    number = 0
+    while calls and (time.monotonic() - start < seconds or number == 0):
+        for id, call in calls.items():
+            _step(id, call, seed, number, result)
+            tick(sum(tally.differing for tally in result.recipes.values()))
+            if time.monotonic() - start >= seconds and number:
+                break
+        number += 1
+    result.seconds = time.monotonic() - start
+    return result
+
+
+def _not_run(result: Result, adapter: Adapter, ids: tuple[str, ...], reason: str) -> Result:
+    result.reason = reason
+    result.left_out |= {id: f"{adapter.name} {reason}" for id in adapter.calls if id in ids}
+    return result
+
+
+def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
+    """Return the version of an installed producer, and those of what its bits depend on; raises NotRun if it is not installed."""
+    if importlib.util.find_spec(adapter.module) is None:
+        raise NotRun("is not installed")
+    versions = {}
+    for name in (adapter.name, *adapter.beside):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions.get(adapter.name, "unknown"), versions
+
+
+def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[tuple[str, Call]]:
+    """Yield the calls to run; what the installed version is not stated for is noted as left out."""
+    for id, call in adapter.calls.items():
+        if id not in ids:
+            continue
+        if _between(call.first, result.version, call.last):
+            result.recipes[id] = Tally()
+            yield id, call
+        else:
+            stated = f"from {call.first}" if call.first else f"up to {call.last}"
+            result.left_out[id] = f"is stated for {adapter.name} {stated}; {result.version} is installed"
+
+
+def _between(first: str, version: str, last: str) -> bool:
+    """Whether a version is in a range; one that is unknown is."""
+    if version == "unknown":
+        return True
+    return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
+
+
+def _key(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: "0.19.0.dev3+cpu" -> (0, 19, 0)."""
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _step(id: str, call: Call, seed: int, number: int, result: Result) -> None:
+    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before."""
+    drawn = draw(fp4kit.recipe(id), call.dtypes, seed, number, call.columns)
+    compared, failure = attempt(id, drawn.x, call)
+    tally = result.recipes[id]
+    tally.arrays += 1
+    tally.elements += compared.elements
+    tally.exceptions += compared.excused
+    if not (compared.differences or failure):
+        return
+    tally.differing += 1
+    if sum(found.recipe == id for found in result.found) < SHOWN:
+        found = _found(id, call, drawn.x, compared, failure, result)
+        signature = (id, found.dtype, found.text.partition(":")[0])
+        if signature not in {(f.recipe, f.dtype, f.text.partition(":")[0]) for f in result.found}:
+            found.kind, found.number = drawn.kind, number
+            result.found.append(found)
+
+
+def attempt(id: str, x: np.ndarray, call: Call) -> tuple[Compared, str]:
+    """Return the comparison of one array; and, if the producer raises, what it raised."""
+    try:
+        with quiet():
+            theirs = call.function(x)
+    except Exception as error:  # whatever a changed producer raises is a difference
+        return Compared(elements=x.size), _one_line(error)
+    return compare(id, x, call, theirs), ""
+
+
+def _found(id: str, call: Call, x: np.ndarray, compared: Compared, failure: str, result: Result) -> Found:
+    """Return the difference in a shrunk array."""
+    r = fp4kit.recipe(id)
+    parts = differing_parts(compared.differences)
+
+    def differs(candidate: np.ndarray) -> bool:
+        again, failed = attempt(id, candidate, call)
+        return failed == failure if failure else bool(parts & differing_parts(again.differences))
+
+    small = shrink(x, r.block_rows, lcm(r.length_multiple, call.columns), differs, SHRINKING)
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    if failure:
+        return Found(id, "", str(x.dtype), 0, f"raises: {failure}", f"# {id} and {versions}\n# raises {failure}\n")
+    again = attempt(id, small, call)[0]
+    first = next(d for d in again.differences if d.part in parts)
+    return Found(id, "", str(x.dtype), 0, str(first), script(id, call.function, small, first, versions))
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what producers print, log and warn of away from the command's output."""
+    level = logging.root.manager.disable
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(np.errstate(all="ignore"))
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """Return the adapters of all producers, in alphabetical order."""
+    from fp4kit.evidence.live.producers import NAMES
+
+    return tuple(importlib.import_module(f"fp4kit.evidence.live.producers.{name}").ADAPTER for name in NAMES)
+
+
+def document(results: list[Result], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
+    """Return the results as JSON has them. ids: of the recipes that were to be run."""
+    return {
+        "fp4kit": fp4kit.__version__,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "seconds": seconds,
+        "seed": seed,
+        "producers": [_producer(result) for result in results if not result.reason],
+        "not_run": not_run(results, ids),
+    }
+
+
+def _producer(result: Result) -> dict[str, Any]:
+    total = result.total
+    return {
+        "producer": result.producer,
+        "version": result.version,
+        "versions": result.versions,
+        "seconds": round(result.seconds, 1),
+        "arrays": total.arrays,
+        "elements": total.elements,
+        "differing": total.differing,
+        "exceptions": dict(total.exceptions),
+        "recipes": {id: {**vars(tally), "exceptions": dict(tally.exceptions)} for id, tally in result.recipes.items()},
+        "differences": [vars(found) for found in result.found],
+    }
+
+
+def not_run(results: list[Result], ids: tuple[str, ...]) -> dict[str, str]:
+    """Return why recipes were not run, by their ids; those that ran against any producer are absent."""
+    ran = {id for result in results for id in result.recipes}
+    reasons = {id: reason for result in results for id, reason in result.left_out.items()}
+    return {id: reasons.get(id) or _without(id) for id in ids if id not in ran}
+
+
+def _without(id: str) -> str:
+    """Return why a recipe that no adapter mentions has none."""
+    from fp4kit.evidence.live.producers import WITHOUT
+
+    return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

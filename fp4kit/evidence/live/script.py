@@ -1,0 +1,108 @@
+"""A difference as lines of Python that show it: the producer's call, with the source of the adapter's functions, and fp4kit's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.live.compare import PARTS, Difference
+from fp4kit.formats import bit_patterns
+
+PER_LINE = 8
+
+
+def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Difference, versions: str) -> str:
+    """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing otherwise."""
+    call, name = _call(function)
+    head = [f"# {id} and {versions}", f"# {difference}"]
+    imports = ["import ml_dtypes"] * (x.dtype == "bfloat16") + ["import numpy as np"]
+    imports += ["import fp4kit", "from fp4kit.evidence.testing import assert_same_bits"]
+    body = [*_array(x), "", f"theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
+    if difference.part != "fake":
+        body.append("q = fp4kit.quantize(x, r)")
+    body.append(f"assert_same_bits(v, {PARTS[difference.part]})")
+    used, source = _source(inspect.unwrap(_function(function)), name)
+    return "\n".join([*head, *_sorted({*imports, *used}), *source, "", "", *body, ""])
+
+
+def _function(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.func if isinstance(function, partial) else function
+
+
+def _call(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return the call of a function, or of a partial of one, with x; and the function's name."""
+    name = _function(function).__name__
+    given = [repr(a) for a in function.args] if isinstance(function, partial) else []
+    named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
+    return f"{name}({', '.join([*given, 'x', *named])})", name
+
+
+def _array(x: np.ndarray) -> list[str]:
+    """Return statements that make x from bit patterns; a few per line."""
+    bits = bit_patterns(x)
+    width = 2 * x.dtype.itemsize
+    numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
+    lines = [", ".join(numbers[i : i + PER_LINE]) for i in range(0, len(numbers), PER_LINE)]
+    dtype = f"ml_dtypes.{x.dtype}" if x.dtype == "bfloat16" else f"np.{x.dtype}"
+    made = [f"    {line}," for line in lines]
+    return ["x = np.array([", *made, f"], np.{bits.dtype}).view({dtype}).reshape({x.shape})"]
+
+
+def _sorted(imports: set[str]) -> list[str]:
+    """Return import statements in the usual order: the standard library, installed packages, fp4kit."""
+    groups: tuple[list[str], ...] = ([], [], [])
+    for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
+        package = line.split()[1].split(".")[0]
+        groups[2 if package == "fp4kit" else 0 if package in sys.stdlib_module_names else 1].append(line)
+    return [line for group in groups if group for line in ("", *group)][1:]
+
+
+def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
+    """Return what a function uses of its module: the imports, and the source of constants and functions, its own too."""
+    text = inspect.getsource(sys.modules[function.__module__])
+    statements = ast.parse(text).body
+    wanted, kept = {name}, set()
+    while True:
+        found = {i for i, s in enumerate(statements) if i not in kept and _defines(s) & wanted}
+        if not found:
+            break
+        kept |= found
+        wanted |= {n.id for i in found for n in ast.walk(statements[i]) if isinstance(n, ast.Name)}
+    imports, lines = set(), []
+    for i in sorted(kept):
+        statement = statements[i]
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            imports.add(_import(statement, wanted))
+        else:
+            lines += ["", "", *_segment(text, statement)]
+    return imports, lines
+
+
+def _defines(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement of a module gives a meaning."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name.split(".")[0] for alias in statement.names}
+    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    return {t.id for t in targets if isinstance(t, ast.Name)}
+
+
+def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
+    """Return an import statement, of the names that are wanted only."""
+    if isinstance(statement, ast.Import):
+        return ast.unparse(statement)
+    names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]
+    return f"from {statement.module} import {', '.join(names)}"
+
+
+def _segment(text: str, statement: ast.stmt) -> list[str]:
+    """Return the lines of a statement, with its decorators."""
+    start = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+    return text.splitlines()[start - 1 : statement.end_lineno]

@@ -1,0 +1,68 @@
+"""Shrinking an array on which a producer and fp4kit differ, to one block with few numbers that differs in the same part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from fp4kit.evidence import fuzz_shrink
+from fp4kit.formats import bit_patterns
+
+FEW = 40  # numbers that are made simpler one by one, and blocks that are left out one by one
+
+
+def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
+    """Return the smallest array found in so many seconds for which `differs` holds. Blocks are rows x columns."""
+
+    def holds(candidate: np.ndarray) -> bool:
+        try:
+            return differs(candidate)
+        except Exception:  # a candidate need not be an input that the producer takes
+            return False
+
+    return fuzz_shrink.shrink(x, lambda a: simpler(a, rows, columns), holds, seconds)
+
+
+def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
+    """Yield arrays with fewer blocks, then with more zeros, then with plainer numbers."""
+    for axis, unit in ((0, rows), (1, columns)):
+        for kept in _parts(x.shape[axis] // unit):
+            index = (kept[:, None] * unit + np.arange(unit)).reshape(-1)
+            yield np.ascontiguousarray(np.take(x, index, axis))
+    (nonzero,) = np.nonzero(bit_patterns(x).reshape(-1))
+    size = len(nonzero)
+    while size:
+        for start in range(0, len(nonzero), size):
+            yield _with(x, nonzero[start : start + size], np.zeros((), x.dtype))
+        size //= 2
+    if len(nonzero) <= FEW:
+        yield from _plainer(x, nonzero)
+
+
+def _parts(blocks: int) -> Iterator[np.ndarray]:
+    """Yield which of several blocks to keep: either half, then all but one."""
+    every = np.arange(blocks)
+    if blocks > 1:
+        yield every[: blocks // 2]
+        yield every[blocks // 2 :]
+        for i in range(min(blocks, FEW)):
+            yield np.delete(every, i)
+
+
+def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield arrays with one number positive, 1, or with the lower half of its bits cleared."""
+    flat = x.reshape(-1)
+    for i in nonzero:
+        bits = int(bit_patterns(flat[i : i + 1])[0])
+        width = 8 * x.dtype.itemsize
+        for plain in (bits & ~(1 << (width - 1)), bits >> (width // 2) << (width // 2)):
+            if plain not in (bits, 0):
+                number = np.array([plain], bit_patterns(x).dtype).view(x.dtype)[0]
+                yield _with(x, np.array([i]), number)
+
+
+def _with(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
+    changed = x.copy()
+    changed.reshape(-1)[at] = value
+    return changed

@@ -1,0 +1,229 @@
+"""fp4kit recipes --live: what is drawn, compared, shrunk and printed, with producers of which one has a fault."""
+
+import json
+import subprocess
+import sys
+
+import live_fault
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.cli import main
+from fp4kit.evidence.live import draw, run
+from fp4kit.evidence.live.adapter import DTYPES, Call
+from fp4kit.evidence.live.compare import PARTS, compare
+from fp4kit.evidence.live.exceptions import block_amax
+from fp4kit.evidence.live.producers import WITHOUT
+from fp4kit.evidence.live.script import script
+from fp4kit.evidence.live.shrink import shrink
+from fp4kit.formats import bit_patterns
+
+SECONDS = 0.3
+
+
+def found(call, id="mxfp4-ocp", seconds=SECONDS, seed=0):
+    return run.run(live_fault.adapter(call, id), fp4kit.recipes(), seconds, seed)
+
+
+# ---- what is drawn ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("id", ["mxfp4-ocp", "nvfp4-te-2d", "nvfp4-modelopt", "fp8-modelopt-channel", "mxfp4-microxcaling-even"])
+def test_arrays_are_reproducible_finite_and_whole_blocks(id):
+    r = fp4kit.recipe(id)
+    for number in range(3 * len(draw.KINDS)):
+        drawn, again = (draw.draw(r, DTYPES, 7, number) for _ in range(2))
+        assert drawn.kind == again.kind == tuple(draw.KINDS)[number // 3]
+        assert drawn.x.dtype.name == DTYPES[number % 3]
+        assert np.array_equal(bit_patterns(drawn.x), bit_patterns(again.x))
+        assert np.isfinite(drawn.x.astype(np.float32)).all()
+        assert drawn.x.shape[0] % r.block_rows == 0 and drawn.x.shape[1] % r.length_multiple == 0
+    other = draw.draw(r, DTYPES, 8, number)
+    assert other.x.shape != drawn.x.shape or (bit_patterns(other.x) != bit_patterns(drawn.x)).any()
+
+
+def of_kind(kind, id, dtype, seed=0):
+    r = fp4kit.recipe(id)
+    rng = np.random.default_rng(seed)
+    shape = (8 * r.block_rows, 8 * max(r.length_multiple, 16))
+    with np.errstate(all="ignore"):
+        return draw.KINDS[kind](rng, shape, draw.fuzz_arrays.DTYPES[dtype], r)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("id", ["mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp8-deepgemm", "nvfp4-gguf", "nvfp4-te", "nvfp4-te-2d"])
+def test_thresholds_are_where_the_scale_changes(id, dtype):
+    r = fp4kit.recipe(id)
+    kind = np.dtype(draw.fuzz_arrays.DTYPES[dtype])
+    tensor = np.asarray(3, kind) if r.tensor_scaling == "tensor" else None
+    at = draw._thresholds(np.random.default_rng(0), (4, 5), kind, r, tensor)
+    bits = at.view(draw.unsigned(kind)).astype(np.int64)
+    below, here = (draw._scale_codes(b, kind, r, tensor) for b in (bits - 1, bits))
+    assert (below != here).mean() > 0.7  # in the rest, both ends of an octave have the same code
+
+
+def test_kinds_are_what_their_names_say():
+    assert np.abs(of_kind("one outlier", "mxfp4-ocp", "float32")).max() == 1e4
+    narrow = of_kind("narrow", "mxfp4-ocp", "float32")
+    assert any((narrow.astype(t).astype(np.float32) == narrow).all() for t in (ml_dtypes.bfloat16, np.float16))
+    for dtype in DTYPES:
+        info = ml_dtypes.finfo(dtype)
+        powers = of_kind("powers", "mxfp4-ocp", dtype).astype(np.float64)
+        assert set(np.frexp(np.abs(powers[powers != 0]))[0]) == {0.5}
+        subnormal = np.abs(of_kind("subnormal", "mxfp4-ocp", dtype).astype(np.float64))
+        assert 0 < subnormal.max() < float(info.tiny)
+        assert (of_kind("zeros", "nvfp4-te", dtype).reshape(-1, 16) == 0).all(axis=1).any()
+        near = of_kind("near powers", "mxfp4-ocp", dtype)
+        amax = block_amax(near, 32)[:, ::32].astype(near.dtype)
+        fraction = 1 << info.nmant
+        ulps = (bit_patterns(amax).astype(np.int64) + fraction // 2) % fraction - fraction // 2  # from the nearest power
+        assert (np.abs(ulps) <= draw.ULPS).any() and (ulps != 0).any()
+
+
+# ---- what is found ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_producer_does_not_differ():
+    result = found(Call(live_fault.sound))
+    assert result.total.arrays > 10 and result.total.elements > 1000
+    assert (result.total.differing, result.found, dict(result.total.exceptions)) == (0, [], {})
+
+
+def test_a_fault_is_found_shrunk_to_one_block_and_printed_as_a_program_that_shows_it(tmp_path):
+    result = found(live_fault.FAULTY, seconds=1)
+    assert 0 < result.total.differing < result.total.arrays
+    first = result.found[0]
+    assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.AT}), ")
+    assert "# mxfp4-ocp and numpy " in first.script and ".reshape((1, 32))" in first.script
+    numbers = first.script.partition("np.array([")[2].partition("]")[0].split(",")
+    assert sum(int(n, 16) != 0 for n in numbers if n.strip()) == 1  # the large number alone
+    program = tmp_path / "program.py"
+    program.write_text(first.script)
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert ran.returncode == 1 and f"AssertionError: array: 1 of 32 differ, first at (0, {live_fault.AT})" in ran.stderr
+    program.write_text(first.script.replace("^=", "+=0 *"))  # the same call without its fault
+    assert subprocess.run([sys.executable, program]).returncode == 0
+
+
+def test_every_part_of_a_producer_is_compared():
+    x = np.float32([[1.0, -0.3] * 16])
+    for part in ("codes", "block_scale", "values"):
+        parts = live_fault.sound(x)
+        bits = parts[part].copy()
+        bit_patterns(bits).reshape(-1)[-1] ^= 1
+        differences = compare("mxfp4-ocp", x, Call(live_fault.sound), {**parts, part: bits}).differences
+        assert [d.part for d in differences] == [part] and differences[0].differing == 1
+    q = fp4kit.quantize(x, "nvfp4-te")
+    up = {"tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)), "values_bfloat16": q.dequantize(ml_dtypes.bfloat16)}
+    assert [d.part for d in compare("nvfp4-te", x, Call(live_fault.sound), up).differences] == ["tensor_scale"]
+    fake = {"fake": fp4kit.fake_quantize(x, "nvfp4-te").astype(np.float32)}
+    assert not compare("nvfp4-te", x, Call(live_fault.sound), fake).differences
+    assert {"codes", "block_scale", "tensor_scale", "values", "fake"} <= PARTS.keys()
+
+
+def test_a_nan_equals_a_nan_and_other_shapes_differ():
+    x = np.float32([[np.nan] * 32])
+    q = fp4kit.quantize(x, "mxfp8-te")
+    signed = {"codes": q.packed ^ np.uint8(0x80), "values": -fp4kit.dequantize(q, np.float32)}
+    assert not compare("mxfp8-te", x, Call(live_fault.sound), signed).differences
+    (difference,) = compare("mxfp8-te", x, Call(live_fault.sound), {"codes": q.packed[:, :16]}).differences
+    assert str(difference) == "codes: 32 of 32 differ, first uint8 (1, 16) there and uint8 (1, 32) here"
+
+
+def test_an_exception_is_counted_where_it_excuses_a_difference():
+    result = found(live_fault.EXEMPT)
+    assert result.total.differing == 0 and not result.found
+    assert 0 < result.total.exceptions["large blocks"] < result.total.arrays
+    assert not found(Call(live_fault.sound, exempt=live_fault.EXEMPT.exempt)).total.exceptions  # it excuses nothing there
+
+
+def test_an_exception_of_codes_does_not_excuse_scales():
+    result = found(Call(live_fault.one_byte_more, exempt=live_fault.EXEMPT.exempt))
+    assert result.total.differing == result.total.arrays and not result.total.exceptions
+
+
+def test_a_producer_that_raises_is_a_difference():
+    result = found(Call(live_fault.changed))
+    assert result.total.differing == result.total.arrays
+    assert {f.text for f in result.found} == {"raises: AttributeError: quantize is gone"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shrinking_keeps_whole_blocks_and_what_differs(dtype):
+    x = np.arange(-3 * 64, 3 * 64, dtype=np.float32).reshape(6, 64).astype(dtype)
+    small = shrink(x, 2, 16, lambda a: bool((a.astype(np.float32) > 100).any()), 5)
+    assert small.shape == (2, 16) and small.dtype == x.dtype
+    assert np.count_nonzero(small) == 1 and 100 < small.astype(np.float32).max() < 192
+
+
+def test_programs_hold_every_bit(tmp_path):
+    x = np.array([[-0.0, 1e-45, 3.0, np.nan] * 8], np.float32).astype(ml_dtypes.bfloat16)
+    differences = compare("mxfp4-ocp", x, live_fault.FAULTY, live_fault.one_byte_more(x)).differences
+    text = script("mxfp4-ocp", live_fault.one_byte_more, x, differences[0], "a producer 1.0")
+    scope = {"__name__": "reproduction"}
+    with pytest.raises(AssertionError, match="1 of 1 differ"):
+        exec(text, scope)
+    assert np.array_equal(bit_patterns(scope["x"]), bit_patterns(x)) and scope["x"].dtype == x.dtype
+
+
+# ---- which producers and recipes run ------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_installed_is_reported():
+    (adapter,) = (a for a in run.adapters() if a.name == "mlx")
+    absent = run.Adapter("no-such-package", "no_such_package", adapter.calls)
+    result = run.run(absent, ("mxfp4-mlx-cpu",), 1, 0)
+    assert (result.reason, result.recipes) == ("is not installed", {})
+    assert run.not_run([result], ("mxfp4-mlx-cpu", "int4-qat")) == {
+        "mxfp4-mlx-cpu": "no-such-package is not installed",
+        "int4-qat": WITHOUT["qat"],
+    }
+
+
+def test_what_cannot_be_imported_is_reported():
+    def prepare():
+        raise ImportError("libcuda.so.1: cannot open shared object file")
+
+    result = run.run(live_fault.adapter(live_fault.FAULTY, prepare=prepare), fp4kit.recipes(), 1, 0)
+    reason = "cannot be imported: ImportError: libcuda.so.1: cannot open shared object file"
+    assert (result.reason, result.left_out) == (reason, {"mxfp4-ocp": f"numpy {reason}"})
+
+
+def test_recipes_run_for_the_versions_that_they_are_stated_for():
+    for first, last, runs in (("", "", 1), ("1.0", "", 1), ("99.0", "", 0), ("", "0.9", 0), ("2.0.0", "99", 1)):
+        result = found(Call(live_fault.sound, first=first, last=last), seconds=0.01)
+        assert len(result.recipes) == runs and ("mxfp4-ocp" in result.left_out) == (not runs), (first, last)
+    assert run._between("0.31.2", "0.32.4.dev1+cpu", "") and not run._between("", "0.19.0", "0.18.99")
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(Call(live_fault.sound)),))
+    assert main(["recipes", "--live", "mxfp4-ocp", "mxfp8-flashinfer", "--seconds", "0.1"]) == 0
+    text = capsys.readouterr().out
+    assert "producer" in text and "FlashInfer quantizes with CUDA kernels" in text
+    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(live_fault.FAULTY),))
+    assert main(["recipes", "--live", "--json", "--seconds", "0.5", "--seed", "3"]) == 1
+    body = json.loads(capsys.readouterr().out)
+    (producer,) = body["producers"]
+    assert body["schema"] == "fp4kit.recipes.live/1" and body["seed"] == 3
+    assert producer["version"] == np.__version__ and producer["differing"] > 0
+    assert "assert_same_bits" in producer["differences"][0]["script"]
+    assert main(["recipes", "--live", "--seconds", "0.3"]) == 1
+    assert "at (0, 3), " in capsys.readouterr().out
+    assert main(["recipes", "--live", "int4-qat", "--seconds", "0.1"]) == 1  # nothing was compared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--seconds", "3"], "--seconds was given without --live; add --live"),
+        (["--check", "--seed", "3"], "--seed was given without --live; add --live"),
+        (["--live", "--seconds", "nan"], "--seconds is nan; needs a positive number"),
+        (["--live", "--seed", "-1"], "--seed is -1; needs 0 or more"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, text, capsys):
+    assert main(["recipes", *arguments]) == 2
+    assert text in capsys.readouterr().err
