@@ -32,6 +32,12 @@ def test_recipes_shows_some(capsys) -> None:
     assert "nvfp4-te = nvfp4" in out and "mxfp4-ocp" not in out
 
 
+def test_recipes_shows_versions(capsys) -> None:
+    assert main(["recipes", "mxfp4-mlx-cpu-0321", "nvfp4-te", "--json"]) == 0
+    found = [one["versions"] for one in json.loads(capsys.readouterr().out)["recipes"]]
+    assert found == [{"first": "0.30.6", "last": "0.32.1"}, {"first": "d0067d0", "last": "d0067d0"}]
+
+
 @pytest.mark.exhaustive
 def test_check_of_everything(capsys) -> None:
     assert main(["recipes", "--check"]) == 0

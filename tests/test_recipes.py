@@ -1,15 +1,19 @@
 """The table of recipes: every name in it names something, and what one field promises the others keep."""
 
+import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 
+import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.cli.tables import recipe_rows
+from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe
 from fp4kit.recipes.rules import ROUNDINGS
+from fp4kit.recipes.spec import from_spec, to_spec
+from fp4kit.recipes.versions import Versions
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
 from fp4kit.reference.dequantize import DECODE_RULES
@@ -24,7 +28,8 @@ FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3
 def test_ids():
     assert fp4kit.recipes() == tuple(RECIPES)
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
-    assert len({replace(r, id="any", source="", exact="") for r in RECIPES.values()}) == len(RECIPES)  # no rule under two names
+    plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
+    assert len(plain) == len(RECIPES)  # no rule under two names
     assert all(re.fullmatch(r"(nvfp4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
 
 
@@ -90,6 +95,26 @@ def test_aliases_of_producers_say_what_differs():
     for id, alias in PRODUCER_ALIASES.items():
         assert alias.id == id and ALIASES[id] == alias.of and alias.source and alias.exact
         assert f"{id} {alias.exact}" in recipe_rows([alias.of])[0][3] and alias.exact in str(RECIPES[alias.of])
+
+
+@recipes
+def test_versions_are_stated_everywhere(r):
+    assert type(r.versions) is Versions and all(r.versions)
+    assert any(version in r.exact for version in r.versions)
+    assert r.versions.last in r.source or r.producer == "qat"  # which has no versions
+    assert recipe_rows([r.id])[0][RECIPE_COLUMNS.index("versions")] == str(r.versions) and str(r.versions) in str(r)
+
+
+def test_versions_change_no_bit_and_survive_storage():
+    r = RECIPES["mxfp4-ocp"]
+    other = replace(r, versions=["0.1", "0.2"])
+    assert other != r and other.versions == Versions("0.1", "0.2") and str(other.versions) == "0.1 to 0.2"
+    assert from_spec(to_spec(other)) == other and type(from_spec(to_spec(other)).versions) is Versions
+    assert pickle.loads(pickle.dumps(other)) == other
+    x = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    assert fp4kit.quantize(x, other).packed.tobytes() == fp4kit.quantize(x, r).packed.tobytes()
+    assert replace(r, block=(1, 16)).versions == r.versions
+    assert "versions" not in str(replace(r, versions=None))
 
 
 def test_aliases():

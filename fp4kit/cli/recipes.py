@@ -52,9 +52,15 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         return DONE
     rows = tables.recipe_rows(ids)
     out.table(tables.RECIPE_COLUMNS, rows)
-    listed = [{"id": id, **row} for id, row in zip(ids, _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True)]
-    out.document("recipes/1", {"recipes": listed})
+    listed = _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows])
+    out.document("recipes/1", {"recipes": [_listed(id, row) for id, row in zip(ids, listed, strict=True)]})
     return DONE
+
+
+def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
+    """Return a row of the table of recipes as an object, with its versions as one of their own."""
+    versions = recipe(id).versions
+    return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:

@@ -8,7 +8,7 @@ from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
 from fp4kit.recipes.schema import producer_of
 
-RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "source")
+RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "versions", "source")
 FAMILY_COLUMNS = ("producer", "recipes")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
@@ -28,9 +28,9 @@ def rule_text(r: Recipe) -> str:
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
-    """One row per recipe: id (with its aliases), block, rule, what it equals, source."""
+    """One row per recipe: id (with its aliases), block, rule, what it equals, versions, source."""
     return [
-        (_names(r), block_text(r), rule_text(r), _exact(r), r.source) for r in map(recipe, ids)
+        (_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)
     ]
 
 

@@ -8,7 +8,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
-_SHOWN = ("id", "element", "scale", "block", "source", "exact", "tensor_scaling")  # in words, or in the title
+_SHOWN = ("id", "element", "scale", "block", "source", "exact", "versions", "tensor_scaling")  # in words, or in the title
 
 
 def panel(r: Recipe) -> Panel:
@@ -23,6 +23,7 @@ def panel(r: Recipe) -> Panel:
         ("exact", r.exact),
         *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
         ("source", r.source),
+        *((("versions", str(r.versions)),) if r.versions else ()),
     ]
     return Panel(f"Recipe {r.id}", tuple(facts))
 

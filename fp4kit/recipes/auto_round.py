@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.16.1", "0.16.1")
 
 
 def recipes() -> Iterator[Recipe]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from fp4kit.formats import MXFP4, MXFP6_E2M3, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.20", "0.20")
 
 
 def recipes() -> Iterator[Recipe]:
@@ -14,7 +17,7 @@ def recipes() -> Iterator[Recipe]:
     yield of_format(
         NVFP4, "nvfp4-compressed-tensors", tensor_rule="compressed_tensors", block_rule="compressed_tensors",
         decode_rule="compressed_tensors", apply="divide", sign="negative", nan_code=0, amax_nan="propagate",
-        source="compressed-tensors quantization/utils calculate_qparams, pack_fp4_to_uint8",
+        source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
         exact="its codes and block scales; its global scale divides, tensor_scale is the reciprocal",
     )  # fmt: skip
     yield _mx(MXFP4, "mxfp4-compressed-tensors", sign="negative", nan_code=0)
@@ -25,6 +28,6 @@ def recipes() -> Iterator[Recipe]:
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     return of_format(
         fmt, id, block_rule="e8m0_compressed_tensors", round_scaled=True, amax_nan="propagate",
-        source="compressed-tensors quantization/utils calculate_qparams",
+        source="compressed-tensors 0.20 quantization/utils calculate_qparams",
         exact="its codes and scales; as OCP where it corrupts blocks (amax overflows, is inf or NaN)", **fields,
     )  # fmt: skip

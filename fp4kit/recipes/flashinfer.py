@@ -7,13 +7,16 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, four_over_six, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     fast = of_format(
         NVFP4, "nvfp4-flashinfer", tensor_rule="flashinfer", block_rule="flashinfer", amax_nan="lanes", flush=True,
-        source="FlashInfer quantization_utils.cuh cvt_warp_fp16_to_fp4",
+        source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_fp4",
         exact="FlashInfer's default with sm_90 reciprocals (those of sm_100 are unmeasured)",
     )  # fmt: skip
     yield fast
@@ -27,10 +30,10 @@ def recipes() -> Iterator[Recipe]:
     )
     yield of_format(
         MXFP4, "mxfp4-flashinfer", block_rule="e8m0_flashinfer_fp4", decode_rule="e8m0_flashinfer_host", amax_nan="lanes",
-        flush=True, source="FlashInfer quantization_utils.cuh, UE8M0_SF",
+        flush=True, source="FlashInfer fb28d72 quantization_utils.cuh, UE8M0_SF",
         exact="mxfp4_quantize and mxfp4_dequantize_host: the MXFP4 serving path",
     )  # fmt: skip
     yield of_format(
         MXFP8_E4M3, "mxfp8-flashinfer", block_rule="e8m0_flashinfer_fp8", nan_is_max=True, amax_nan="lanes", flush=True,
-        source="FlashInfer quantization_utils.cuh cvt_warp_fp16_to_mxfp8", exact="mxfp8_quantize, CUDA backend",
+        source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_mxfp8", exact="mxfp8_quantize, CUDA backend",
     )  # fmt: skip

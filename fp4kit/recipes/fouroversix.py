@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
 
+VERSIONS = Versions("1.0.5", "1.0.5")
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.gguf import FIRST
 from fp4kit.recipes.schema import Alias, Recipe, of_format
+from fp4kit.recipes.versions import Versions
 
+VERSIONS = Versions("0.32.2", "0.32.4")
 METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
@@ -32,9 +34,11 @@ def _nvfp4() -> Iterator[Recipe]:
     cpu = of_format(
         NVFP4, "nvfp4-mlx-cpu", tensor_scaling="none", block_rule="mlx", apply="divide", amax_nan="propagate", round_scaled=True,
         **FIRST, source="MLX 0.32.4 mx.quantize mode nvfp4, CPU", exact="mx.quantize on a CPU, from 0.31.2 on",
+        versions=Versions("0.31.2", "0.32.4"),
     )  # fmt: skip
     metal = of_format(
         NVFP4, "nvfp4-mlx-metal", tensor_scaling="none", block_rule="mlx_metal", source=METAL.format("0.32.4"),
+        versions=Versions("0.32.4", "0.32.4"),
         exact="the conversions of its Metal headers, built for a CPU; an Apple GPU may flush float32 subnormals",
     )  # fmt: skip
     for r in (cpu, metal):
@@ -56,9 +60,10 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
     yield cpu
     yield replace(
         cpu, id=f"{name}-mlx-cpu-0321", block_rule="e8m0_mlx_0321", source=f"MLX 0.32.1 mx.quantize mode {name}, CPU",
-        exact="mx.quantize on a CPU, up to 0.32.1",
+        exact="mx.quantize on a CPU, up to 0.32.1", versions=Versions("0.30.6", "0.32.1"),
     )  # fmt: skip
     yield of_format(
         fmt, f"{name}-mlx-metal-0321", block_rule="e8m0_mlx_metal_0321", source=METAL.format("0.32.1"),
+        versions=Versions("0.32.1", "0.32.1"),
         exact="the conversions of its Metal headers up to 0.32.1, built for a CPU; an Apple GPU may flush float32 subnormals",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Model-Optimizer 0.47: its quantized tensors (QTensor), and its fake quantizers."""
+"""Model-Optimizer 0.47 0.47: its quantized tensors (QTensor), and its fake quantizers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import E4M3, INT4, INT8, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
@@ -19,7 +22,7 @@ def recipes() -> Iterator[Recipe]:
 def _nvfp4() -> Iterator[Recipe]:
     dynamic = of_format(
         NVFP4, "nvfp4-modelopt", tensor_rule="divided", block_rule="modelopt", apply="divide", sign="negative",
-        amax_nan="propagate", source="Model-Optimizer qtensor/nvfp4_tensor.py NVFP4QTensor", exact="NVFP4QTensor",
+        amax_nan="propagate", source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor", exact="NVFP4QTensor",
     )  # fmt: skip
     yield dynamic
     static = replace(
@@ -31,33 +34,33 @@ def _nvfp4() -> Iterator[Recipe]:
     yield replace(
         static, id="nvfp4-modelopt-mse", static=False, search="modelopt_sweep",
         exact="NVFP4QTensor with the block amaxes of its sweep of E4M3 scales, as it runs on an H200",
-        source="Model-Optimizer nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
+        source="Model-Optimizer 0.47 nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
     )  # fmt: skip
     fake = replace(
         dynamic, id="nvfp4-modelopt-fake", fake_only=True, fake_rule="nvfp4_modelopt_triton", exact="its values on a GPU",
-        source="Model-Optimizer kernels/quantization fp4_fake_quant_block (Triton)",
+        source="Model-Optimizer 0.47 kernels/quantization fp4_fake_quant_block (Triton)",
     )  # fmt: skip
     yield fake
     yield replace(
         fake, id="nvfp4-modelopt-fake-cuda", fake_rule="nvfp4_modelopt_cuda", exact="its values",
-        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert",
+        source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
     )  # fmt: skip
     yield replace(
         fake, id="nvfp4-modelopt-static-fake", fake_rule="nvfp4_modelopt_static", static=True, exact="its values",
-        source="Model-Optimizer static_blockwise_fp4_fake_quant (Triton)",
+        source="Model-Optimizer 0.47 static_blockwise_fp4_fake_quant (Triton)",
     )  # fmt: skip
 
 
 def _mx() -> Iterator[Recipe]:
     yield of_format(
         MXFP4, "mxfp4-modelopt", block_rule="e8m0_modelopt", rounding="rnz", sign="not_positive", amax_nan="propagate",
-        source="Model-Optimizer qtensor/mxfp4_tensor.py MXFP4QTensor",
+        source="Model-Optimizer 0.47 qtensor/mxfp4_tensor.py MXFP4QTensor",
         exact="MXFP4QTensor: ties toward zero, every zero is code 8; blocks with inf or NaN are undefined there",
     )  # fmt: skip
     yield _fake(MXFP4, "mxfp4-modelopt-fake")
     yield of_format(
         MXFP8_E4M3, "mxfp8-modelopt", block_rule="e8m0_modelopt", amax_nan="propagate",
-        source="Model-Optimizer qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor",
+        source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor",
     )  # fmt: skip
     yield _fake(MXFP8_E4M3, "mxfp8-modelopt-fake")
 
@@ -65,21 +68,21 @@ def _mx() -> Iterator[Recipe]:
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
     return of_format(
         fmt, id, block_rule="e8m0_te_reference", fake_only=True, fake_rule="mx_modelopt",
-        source="Model-Optimizer tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements are undefined there",
+        source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements are undefined there",
     )  # fmt: skip
 
 
 def _per_tensor() -> Iterator[Recipe]:
     fp8 = Recipe(
         id="fp8-modelopt", element=E4M3, scale=None, block=None, block_rule=None, tensor_scaling="tensor",
-        tensor_rule="fp8_modelopt", amax_nan="propagate", source="Model-Optimizer tensor_quant.py scaled_e4m3",
+        tensor_rule="fp8_modelopt", amax_nan="propagate", source="Model-Optimizer 0.47 tensor_quant.py scaled_e4m3",
         exact="its fake quantizer on a GPU",
     )  # fmt: skip
     yield fp8
     yield replace(fp8, id="fp8-modelopt-channel", tensor_scaling="row")
     int8 = replace(
         fp8, id="int8-modelopt", element=INT8, tensor_rule="int_modelopt", decode_rule="int_modelopt", fake_rule="int_modelopt",
-        source="Model-Optimizer tensor_quant.py _tensor_quant",
+        source="Model-Optimizer 0.47 tensor_quant.py _tensor_quant",
     )  # fmt: skip
     yield int8
     channel = replace(int8, id="int8-modelopt-channel", tensor_scaling="row")

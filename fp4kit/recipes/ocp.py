@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from fp4kit.formats import MXFP4
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("v1.0", "v1.0")
 
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
         MXFP4, "mxfp4-ocp", block_rule="e8m0_floor", amax_nan="propagate", exact="to_mx FLOOR",
-        source="OCP MX v1.0, 6.3; torchao mx_formats/mx_tensor.py to_mx FLOOR",
+        source="OCP MX v1.0, 6.3; torchao 0.19 dev mx_formats/mx_tensor.py to_mx FLOOR",
     )  # fmt: skip

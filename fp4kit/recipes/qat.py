@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 from fp4kit.formats import INT4
 from fp4kit.recipes.schema import Recipe
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:

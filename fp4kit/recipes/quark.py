@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4, BlockFormat
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
 
+VERSIONS = Versions("0.13", "0.13")
 _LEAST = "a scale of 2^-127 is stored as 2^-126, blocks with inf hold no value of theirs"
 
 

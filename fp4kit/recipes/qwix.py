@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
 
+VERSIONS = Versions("0.1.8", "0.1.8")
 _MX = "its codes: logarithms and quotients in the dtype of the elements, a scale below the root of its smallest normal is 1"
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.recipes import rules
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
+from fp4kit.recipes.versions import Versions, as_versions
 
 TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # names of producers that have a hyphen themselves
 
@@ -41,7 +42,9 @@ class Recipe:
     search: the rule that chooses the amax of each block among candidates, by the error that they make; "": the largest magnitude.
     static: block amaxes are calibrated state: given as block_amax, or the plain block amax.
     narrow: integers use [-max, max] instead of [-max - 1, max]. fake_only: values only; there are no codes.
-    source: producer, file or function, version. exact: what it equals bit for bit, and where not.
+    source: producer, version, file or function. exact: what it equals bit for bit, and where not.
+    versions: the oldest version of the producer known to give these bits, and the newest that was checked; None: not recorded.
+        No bit depends on it.
 
     A recipe is a value: equal fields are equal recipes, in any process.
     Raises TypeError for a field of another type; ValueError for an unknown name, or for fields that no rule takes together
@@ -55,6 +58,7 @@ class Recipe:
     block_rule: str | None
     source: str
     exact: str
+    versions: Versions | None = None
     tensor_scaling: Literal["none", "tensor", "row", "block"] = "none"
     tensor_rule: str | None = None
     decode_rule: str = "product"
@@ -78,6 +82,7 @@ class Recipe:
     fake_only: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", as_versions(self.id, self.versions))
         object.__setattr__(self, "block", as_block(self.id, self.block))
         object.__setattr__(self, "scale_max", as_integer(self.id, "scale_max", self.scale_max))
         if self.nan_code is not None:

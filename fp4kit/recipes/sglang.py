@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:

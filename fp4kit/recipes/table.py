@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import difflib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from fp4kit.recipes import (
@@ -28,6 +28,7 @@ from fp4kit.recipes import (
     vllm,
 )
 from fp4kit.recipes.schema import Alias, Recipe
+from fp4kit.recipes.versions import Versions
 
 _PRODUCERS = (
     *(ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx),
@@ -37,8 +38,15 @@ _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
 
 def _table() -> dict[str, Recipe]:
-    found = [recipe for producer in _PRODUCERS for recipe in producer.recipes()]
+    found = [_with_versions(recipe, producer.VERSIONS) for producer in _PRODUCERS for recipe in producer.recipes()]
     return {recipe.id: recipe for recipe in sorted(found, key=lambda r: _FORMATS.index(r.format_name))}
+
+
+def _with_versions(r: Recipe, usual: Versions) -> Recipe:
+    """Return r with the usual versions of its producer, unless it has its own; its `exact` names them, unless it names one."""
+    versions = r.versions or usual
+    named = any(version in r.exact for version in versions)
+    return replace(r, versions=versions, exact=r.exact if named else f"{r.exact} ({versions})")
 
 
 RECIPES: dict[str, Recipe] = _table()

@@ -8,6 +8,9 @@ from dataclasses import replace
 from fp4kit import formats
 from fp4kit.formats import MXFP4, NVFP4
 from fp4kit.recipes.schema import Recipe, four_over_six, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
@@ -20,22 +23,22 @@ def recipes() -> Iterator[Recipe]:
 def _nvfp4() -> Iterator[Recipe]:
     te = of_format(
         NVFP4, "nvfp4-te", tensor_rule="te", block_rule="te", decode_rule="te",
-        source="TE common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
+        source="TE d0067d0 common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
         exact="TE's kernels; nvfp4-te-reference but for -0 and NaN",
     )  # fmt: skip
     yield te
     yield replace(
-        te, id="nvfp4-te-2d", block=(16, 16), tensor_rule="te_primary_weight", source="TE common/recipe/nvfp4.cu",
+        te, id="nvfp4-te-2d", block=(16, 16), tensor_rule="te_primary_weight", source="TE d0067d0 common/recipe/nvfp4.cu",
         exact="TE's primary-weight kernels (theirs fail at odd offsets and at K % 64 != 0; this does not)",
     )  # fmt: skip
     reference = replace(
         te, id="nvfp4-te-reference", tensor_rule="te_reference", sign="negative", nan_code=0, amax_nan="propagate",
-        source="TE pytorch/custom_recipes/reference_nvfp4.py", exact="TE's Python quantizer",
+        source="TE d0067d0 pytorch/custom_recipes/reference_nvfp4.py", exact="TE's Python quantizer",
     )  # fmt: skip
     yield reference
     yield replace(reference, id="nvfp4-te-reference-2d", block=(16, 16))
     yield replace(reference, id="nvfp4-te-rowscaled", tensor_scaling="row")
-    base = replace(reference, source="TE common/cast/nvfp4/quantize_4over6_nvfp4.cuh, reference_nvfp4.py")
+    base = replace(reference, source="TE d0067d0 common/cast/nvfp4/quantize_4over6_nvfp4.cuh, reference_nvfp4.py")
     for r in four_over_six(base, "nvfp4-te"):
         yield r
         yield replace(r, id=f"{r.id}-2d", block=(16, 16))
@@ -48,7 +51,7 @@ def _nvfp4() -> Iterator[Recipe]:
 def _mxfp4() -> Recipe:
     return of_format(
         MXFP4, "mxfp4-te", block_rule="e8m0_te_reference", sign="negative", nan_code=0, amax_nan="propagate",
-        source="TE reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)", exact="TE's Python quantizer",
+        source="TE d0067d0 reference_nvfp4.py, pow_2_scales (TE has no MXFP4 kernel)", exact="TE's Python quantizer",
     )  # fmt: skip
 
 
@@ -56,7 +59,7 @@ def _mxfp8() -> Iterator[Recipe]:
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         te = of_format(
             fmt, f"mxfp8-te{suffix}", block_rule="e8m0_te", exact="TE's kernels",
-            source="TE common/cast/mxfp8/quantize_mxfp8.cuh",
+            source="TE d0067d0 common/cast/mxfp8/quantize_mxfp8.cuh",
         )  # fmt: skip
         yield te
         yield replace(te, id=f"{te.id}-2d", block=(32, 32))

@@ -8,6 +8,9 @@ from dataclasses import replace
 from fp4kit import formats
 from fp4kit.formats import MXFP4, NVFP4, BlockFormat
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
@@ -20,7 +23,8 @@ def _nvfp4() -> Iterator[Recipe]:
     torchao = of_format(
         NVFP4, "nvfp4-torchao", tensor_rule="divided", block_rule="torchao", amax_nan="propagate",
         nan_code=0xB,  # of 0 * inf: x86's NaN is negative, and its bits round to -1.5
-        source="torchao mx_formats/nvfp4_tensor.py nvfp4_quantize", exact="nvfp4_quantize with a per-tensor scale, on a CPU",
+        source="torchao 0.19 dev mx_formats/nvfp4_tensor.py nvfp4_quantize",
+        exact="nvfp4_quantize with a per-tensor scale, on a CPU",
     )  # fmt: skip
     yield torchao
     yield replace(
@@ -49,5 +53,5 @@ def _mxfp8() -> Iterator[Recipe]:
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     return of_format(
         fmt, id, block_rule=f"e8m0_{mode}", amax_nan="propagate",
-        source=f"torchao mx_formats/mx_tensor.py to_mx {mode.upper()}", exact=f"to_mx {mode.upper()}",
+        source=f"torchao 0.19 dev mx_formats/mx_tensor.py to_mx {mode.upper()}", exact=f"to_mx {mode.upper()}",
     )  # fmt: skip

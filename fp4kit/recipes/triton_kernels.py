@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2
 from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
 
+VERSIONS = Versions("v3.5.1", "v3.5.1")
 _SOURCE = "triton_kernels v3.5.1 numerics_details/mxfp.py downcast_to_mxfp"
 _UP = "its PyTorch reference with ROUND_UP, and its kernel but for blocks with NaN"
 _DOWN = "its PyTorch reference with ROUND_DOWN, and its kernel but for blocks with NaN"
@@ -25,6 +27,7 @@ def recipes() -> Iterator[Recipe]:
     )  # fmt: skip
     yield replace(
         up, id="mxfp4-triton-kernels-main", rounding="rn", source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
+        versions=Versions("018a674", "018a674"),
         exact="nothing that is recorded: read from the source, which rounds ties to even since then",
     )  # fmt: skip
     for fmt, suffix in ((MXFP8_E4M3, ""), (MXFP8_E5M2, "-e5m2")):

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 from fp4kit.formats import MXFP4, NVFP4
 from fp4kit.recipes.schema import Alias, Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.33", "0.33")
 
 
 def recipes() -> Iterator[Recipe]:
