@@ -22,6 +22,7 @@ from fp4kit.checkpoint.request import Request
 from fp4kit.recipes.data import as_data
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.json_object import MAX_BYTES
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
@@ -66,7 +67,7 @@ def key_of(source: Source, request: Request) -> str:
 class Journal:
     """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
 
-    Raises CheckpointError for the journal of another run, which stays as it is. A line that was cut counts as not written.
+    Raises CheckpointError for the journal of another run, and for one larger than any journal; both stay as they are. A line that was cut counts as not written.
     """
 
     def __init__(self, path: Path, key: str) -> None:
@@ -91,6 +92,12 @@ class Journal:
 
     def _begin(self, path: Path, key: str) -> None:
         """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new journal."""
+        size = os.fstat(self._file).st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, and no journal has more than {MAX_BYTES}; it is damaged; "
+                "remove it with fp4kit convert --remove-stale, and start again"
+            )
         text = path.read_bytes()
         end = text.rfind(b"\n") + 1
         lines = [_parsed(line) for line in text[:end].splitlines()]

@@ -86,14 +86,30 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
-    """What is not as the manifest says, a sentence each; None without a manifest. executor: hashes file by file."""
+    """Return what is not as the manifest says, one sentence per file; None without a manifest.
+
+    executor: hashes file by file. Only files of the size that the manifest gives are hashed, so that a file that grew (it may be
+    sparse, and claim terabytes) is named at once.
+    """
     found = load_manifest(folder)
     if found is None:
         return None
     present, files = set(names_in(folder)), found["files"]
-    names = {folder / name: name for name in files if name in present}
+    sizes = {name: text for name in files if name in present and (text := _other_size(folder / name, files[name]))}
+    names = {folder / name: name for name in files if name in present and name not in sizes}
     digests = {names[one.path]: one.sha256 for one in run_all(executor, deque((digest_of, (path,)) for path in names))}
-    wrong = [f"{shown(name)}: has other bytes than were written" for name in digests if digests[name] != files[name]["sha256"]]
+    wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
+    wrong += [f"{shown(name)}: has other bytes than were written" for name in digests if digests[name] != files[name]["sha256"]]
     missing = [f"{shown(name)}: is missing" for name in files if name not in present]
     strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
     return [*sorted(missing + wrong), *sorted(strange)]
+
+
+def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the size of a file is not the one in its manifest entry; None if it is, or the entry has none."""
+    size, written = path.stat().st_size, facts.get("bytes")
+    if written is None:
+        return None
+    if type(written) is not int:
+        return "has a size in the manifest that is no whole number"
+    return None if size == written else f"has other bytes than were written ({size} in place of {written})"

@@ -46,6 +46,29 @@ def test_manifest_shows_every_change(converted: Path) -> None:
     assert differences(converted) == ["1_Pooling/config.json: is missing", "more.txt: was not written by the conversion"]
 
 
+def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
+    """A listed file that was extended to a sparse terabyte, or cut, is named without reading it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fp4kit.checkpoint.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed"))
+        for name in names_in(converted):
+            size = (converted / name).stat().st_size
+            for changed in (1 << 40, size - 1):
+                os.truncate(converted / name, changed)
+                patch.setattr("fp4kit.checkpoint.manifest.names_in", lambda folder, name=name: [name])
+                found = differences(converted)
+                said = f"{name}: has other bytes than were written ({changed} in place of {size})"
+                assert found is not None and [line for line in found if "missing" not in line] == [said]
+                os.truncate(converted / name, size)
+
+
+def test_a_manifest_with_sizes_that_are_none(converted: Path) -> None:
+    text = json.loads((converted / MANIFEST).read_text())
+    for size, right in ((None, True), ("1", False), (True, False), (-1, False)):
+        text["files"]["config.json"]["bytes"] = size
+        (converted / MANIFEST).write_text(json.dumps(text))
+        assert (differences(converted) == []) == right
+
+
 def test_manifest_reads_nothing_outside(converted: Path) -> None:
     """Names in a manifest are data: a path out of the directory, a link out of it and a pipe are missing files."""
     text = json.loads((converted / MANIFEST).read_text())

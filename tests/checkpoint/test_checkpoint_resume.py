@@ -97,6 +97,17 @@ def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
         assert set(two.done) == {"b"}
 
 
+def test_a_journal_that_grew_is_not_read(model: Model) -> None:
+    """It may be sparse, and claim terabytes."""
+    model.interrupt(6)
+    size = model.journal.stat().st_size
+    os.truncate(model.journal, 1 << 40)
+    with refused(f"{model.journal}: has {1 << 40} bytes, and no journal has more than"):
+        model.convert(resume=True)
+    os.truncate(model.journal, size)
+    model.resume()
+
+
 LINES = (
     b"", b"null", b"[1]", b"\xff\x00", b'{"done": 5}', b'{"done": [[]]}', b'{"done": ["x"]}', b'{"measured": {}}',
     b'{"measured": []}', b'{"measured": ["x"', b"[" * 100_000,
