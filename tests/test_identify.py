@@ -84,6 +84,27 @@ def test_a_changed_code_is_not_stochastic() -> None:
     assert not found.variations
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
+def test_variations_are_tried_where_signs_agree(name, dtype, monkeypatch) -> None:
+    """A transform of x is tried if its signs are those of the codes; one wrong code does not matter, nor does NaN."""
+    tried, untried = set(), {False} if name == "int8-modelopt" else set()  # integers are not rounded stochastically
+    monkeypatch.setattr("fp4kit.ops.identify._may_be", lambda q, x, r, hadamard, stochastic: bool(tried.add(hadamard)))
+    mine, other = (np.random.default_rng(seed).standard_normal((32, 64)).astype(dtype) for seed in (1, 2))
+    for hadamard in (False, True, "no_signs"):
+        q = fp4kit.quantize(mine, name, hadamard=hadamard)
+        fp4kit.identify(q, other)
+        assert not tried
+        changed = q.packed.copy()
+        changed[0, 0] ^= 0x80
+        fp4kit.identify(replace(q, packed=changed), mine)
+        assert tried == {hadamard} - untried
+        tried.clear()
+    other[0, 0] = np.nan
+    fp4kit.identify(q, other)
+    assert tried == {False, True, "no_signs"} - untried
+
+
 def test_a_share_never_rounds_to_all() -> None:
     found = fp4kit.Identification((Match("a", 10**6 - 1, 10**6, 1, 0),))
     assert found.verdict == "no recipe reproduces all bytes; nearest is a with 99.99% of bytes"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.accounts import Account, Case, Layout, Tally, count, own_amax
+from fp4kit.checkpoint.accounts import Account, Case, Layout, Tally, count, own_amax, stored_scales
 from fp4kit.checkpoint.mishaps import StoredLayer, code_orders
 from fp4kit.checkpoint.permutations import permuted_blocks, permuted_rows, permuted_scales
 from fp4kit.checkpoint.rewrite.encoded import saturated
@@ -33,7 +33,8 @@ class Explanation:
     mishap: what went wrong on the way, in words, several joined by "; "; None: nothing.
     codes_equal, scales_equal, total: bytes of codes and of block scales that this gives, or the nearest one, and of both in all.
     blank: all codes and scales are zeros, so that nothing tells one order of bytes from another. searched: no recipe gives the
-    scales, and one all codes under them. sentence: all this for people.
+    scales, and one all codes under them. unlike: the codes do not have the signs of the source in any known order, so that
+    they are probably those of another model. sentence: all this for people.
     """
 
     recipe: str | None
@@ -45,6 +46,7 @@ class Explanation:
     recipes: tuple[str, ...] = ()
     blank: bool = False
     searched: bool = False
+    unlike: bool = False
 
     @property
     def explained(self) -> bool:
@@ -66,27 +68,31 @@ def explain(
     second: bool = False,
     heads: tuple[int, ...] = (),
     amaxes: tuple[float, ...] = (),
+    unnamed: bool = True,
 ) -> Explanation:
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
     x: the source (N, K), float32, float16 or bfloat16. other: the source of the other half, where the layer is one of a gated
     pair; second: whether it is the second half (up). heads: numbers of heads that the rows of q or k may be of. amaxes: those
-    of groups that may share the layer's tensor scale, beside its own.
+    of groups that may share the layer's tensor scale, beside its own. unnamed: whether to look for what has no name, too:
+    rows, scales and blocks in any order, and, on a sample, Hadamard transforms and stochastic rounding.
     Each of the mishaps of fp4kit.checkpoint.mishaps is undone, alone and together with one of another kind: in how codes are
     read, in the order of rows, of codes in bytes, of block scales, and in the tensor scale. Then rows in any order, scales of
     other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by 2 ulp. A source with NaN or
     infinities is tried as it is, and with these replaced as a conversion does that with nonfinite="saturate".
-    Memory: chunks of a million elements, and several times the bytes of block scales. Time: about as many quantizations of the
-    layer as recipes give it, and some hundred of a sample.
-    Returns an Explanation. Raises ValueError for an x that is no matrix, TypeError for another dtype.
+    Memory: chunks of a million elements, and several times the bytes of block scales.
+    Time: about as many quantizations of the layer as recipes give it, and some hundred of a sample. If nothing explains the
+        layer, most of the time goes into what has no name. Without that, each recipe quantizes the sample once per amax.
+    Returns an Explanation. It has no recipe if block scales are of a size that fits no layout.
+    Raises ValueError for an x that is no matrix, TypeError for another dtype.
     """
     if x.ndim != 2:
         raise ValueError(f"identify: x has shape {x.shape}; needs (N, K), the source of one layer")
     if x.dtype not in FLOATS:
         raise TypeError(f"identify: x is {x.dtype}; needs float32, float16 or bfloat16, what the layer was made from")
-    found = _of_source(layer, x, other, second, heads, amaxes)
+    found = _of_source(layer, x, other, second, heads, amaxes, unnamed)
     for sources in _saturated(x, other, amaxes):
-        found = _either(found, _of_source(layer, *sources, second, heads, amaxes))
+        found = _either(found, _of_source(layer, *sources, second, heads, amaxes, unnamed))
     return found
 
 
@@ -121,8 +127,9 @@ def _of_source(
     second: bool,
     heads: tuple[int, ...],
     amaxes: tuple[float, ...],
+    unnamed: bool,
 ) -> Explanation:
-    """explain, of a source as it is."""
+    """Do what explain does, with a source as it is."""
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
     case = Case(layer, x, other, second, tuple(heads), (own, *(np.float32(a) for a in amaxes), *pair, max(own, *pair, own)))
@@ -131,16 +138,33 @@ def _of_source(
     layouts = list(layouts_of(case, layer.recipe))
     if not layouts:
         return _unexplained(f"codes are of shape {layer.shape} and the source of {x.shape}", Tally(total=1))
-    return _searched(case, layouts)
+    fits = {shape: _has_scales(layer, layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
+    usable = [layout for layout in layouts if fits[layout.shape]]
+    if not usable:
+        tally = Tally(total=layer.codes.size + layer.block_scale.size)
+        return _unexplained(_scales_that_do_not_fit(layer, layouts[0].shape), tally)
+    return _searched(case, usable, unnamed)
 
 
-def _searched(case: Case, layouts: list[Layout]) -> Explanation:
-    """The plain layout first; the others where that needs more than one mishap; then orders that no table has.
+def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
+    """Return whether the stored block scales fit a layout in some order."""
+    return next(stored_scales(layer, layout), None) is not None
+
+
+def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
+    needed = shape[0], shape[1] // layer.recipe.block_size
+    found = layer.block_scale.shape
+    return f"block scales are of shape {found}, and codes of {shape} need {needed}, or these in a known layout"
+
+
+def _searched(case: Case, layouts: list[Layout], unnamed: bool) -> Explanation:
+    """The plain layout first; the others where that needs more than one mishap; then, if wanted, orders that no table has.
 
     Where codes are right in the plain layout under scales of no known rule, they are in no other one.
     """
     trial, plain = Trial(), layouts[0]
     orders = orders_by_sign(case, plain)
+    is_like = bool(orders)
     try_layout(case, plain, orders or code_orders(case.layer.recipe, plain.shape[1])[:1], trial)
     found, tally = first_whole(case, trial.whole)
     if not found and (searched := _by_scales(case, plain, trial)):
@@ -148,11 +172,14 @@ def _searched(case: Case, layouts: list[Layout]) -> Explanation:
     if not found or len(found[0].mishaps) > 1:
         for layout in layouts[1:]:
             if orders := orders_by_sign(case, layout):
+                is_like = True
                 try_layout(case, layout, orders, trial)
         found, tally = first_whole(case, trial.whole)
     if found:
         return _explained(found, tally, case.layer.blank)
-    return _permuted(case, plain, trial) or _nearest(case, plain, trial)
+    if unnamed and (permuted := _permuted(case, plain, trial)):
+        return permuted
+    return replace(_nearest(case, plain, trial, unnamed), unlike=not is_like)
 
 
 def _by_scales(case: Case, plain: Layout, trial: Trial) -> Explanation | None:
@@ -209,14 +236,14 @@ def _zeros(layer: StoredLayer) -> Explanation:
     return Explanation(recipes[0], None, codes, scales, codes + scales, "all zeros, as the source", recipes, True)
 
 
-def _nearest(case: Case, plain: Layout, trial: Trial) -> Explanation:
+def _nearest(case: Case, plain: Layout, trial: Trial, unnamed: bool) -> Explanation:
     """Nothing gives all: what chance may have made, or else the account that gives most of the sample, counted on the whole."""
     assert trial.nearest is not None  # there is a recipe of every format
     tally = count(case, trial.nearest, early=False)
     share = min(100 * tally.share, 99.99)
     mishaps = "; ".join(trial.nearest.mishaps)
     text = f"nearest is {name_of(trial.nearest.recipe)} with {share:.2f}% of bytes" + f", if {mishaps}" * bool(mishaps)
-    return _unexplained(_variation(case, plain) or text, tally)
+    return _unexplained((_variation(case, plain) if unnamed else None) or text, tally)
 
 
 def _unexplained(text: str, tally: Tally) -> Explanation:

@@ -6,14 +6,16 @@ Plain arrays come in; who reads files makes LayerPairs of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fp4kit.checkpoint.explain import Explanation, explain, kind
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.ops.identify import either
+
+MOST_FAILED = 4  # layers in a row that nothing explains, after which only what has a name is looked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,14 @@ class CheckpointVerdict:
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
         return f"{either(self.recipes)} made {whom}{agree}" + (f"; then: {self.mishap}" if self.mishap else "")
 
+    @property
+    def hint(self) -> str | None:
+        """What to do if nothing matches: if no layer that is not all zeros has the signs of its source. None otherwise."""
+        telling = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
+        if not telling or not all(telling):
+            return None
+        return "nothing matches: no layer has the signs of its source; give the model that this was made from"
+
     def _without_recipe(self) -> str:
         searched, all_ = sum(layer.explanation.searched for layer in self.layers), len(self.layers)
         if not searched:
@@ -93,7 +103,8 @@ class CheckpointVerdict:
         return f"searched scales in {whom}: codes are right under them, and no rule known here gives them{others}"
 
     def __str__(self) -> str:
-        return "\n".join([self.sentence, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)])
+        hint = [self.hint] if self.hint else []
+        return "\n".join([self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)])
 
 
 def _layers(count: int) -> str:
@@ -103,11 +114,12 @@ def _layers(count: int) -> str:
 def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
     """Explain every layer, and say what made most of them.
 
-    Layers are taken one after the other, so that an iterator that reads them holds one at a time.
+    Layers are taken one after the other, so that an iterator that reads them holds one at a time. After MOST_FAILED layers in
+    a row that nothing explains, what has no name (see explain) is not looked for until a layer is explained.
     The file's mishap is that of most explained layers that are not zeros; its recipes, of those with this mishap, the ones that
     explain most. Raises what explain raises, before the next layer is asked for.
     """
-    found = tuple(LayerVerdict(layer.name, _explained(layer)) for layer in layers)
+    found = tuple(_verdicts(layers))
     telling = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
     telling = telling or [layer for layer in found if layer.explanation.explained]
     if not telling:
@@ -118,6 +130,21 @@ def identify_layers(layers: Iterable[LayerPair]) -> CheckpointVerdict:
     return CheckpointVerdict(tuple(recipe for recipe, count in votes.items() if count == most), mishap, found)
 
 
-def _explained(layer: LayerPair) -> Explanation:
-    options = {"other": layer.other, "second": layer.second, "heads": layer.heads, "amaxes": layer.amaxes}
-    return explain(layer.parts, layer.source, **options)  # type: ignore[arg-type]
+def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
+    """Yield the verdict on each layer."""
+    failed = 0
+    for layer in layers:
+        found = _explained(layer, unnamed=failed < MOST_FAILED)
+        if not found.blank:
+            failed = 0 if found.explained or found.searched else failed + 1
+        yield LayerVerdict(layer.name, found)
+
+
+def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
+    found = explain(
+        layer.parts, layer.source, other=layer.other, second=layer.second, heads=layer.heads, amaxes=layer.amaxes,
+        unnamed=unnamed,
+    )  # fmt: skip
+    if unnamed or found.explained or found.searched:
+        return found
+    return replace(found, sentence=f"{found.sentence} (other orders were not tried: {MOST_FAILED} layers before failed, too)")

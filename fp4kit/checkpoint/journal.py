@@ -67,7 +67,8 @@ def key_of(source: Source, request: Request) -> str:
 class Journal:
     """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
 
-    Raises CheckpointError for the journal of another run, and for one larger than any journal; both stay as they are. A line that was cut counts as not written.
+    Raises CheckpointError for the journal of another run, and for one larger than any journal. Both stay as they are.
+    A line that was cut counts as not written.
     """
 
     def __init__(self, path: Path, key: str) -> None:

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.layers import pieces
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.checkpoint.reading import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.weights import Weight, weights_of
+from fp4kit.checkpoint.weights import Located, Weight, weights_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.errors import CheckpointError
 
@@ -159,13 +159,25 @@ def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
         codes, scales = np.asarray(slab.codes), np.asarray(slab.scales)
     else:
         stored = (weight.parts[part] for part in (CODES, SCALES))
-        codes, scales = (readers.matrix(part, expert) if len(weight.shape) == 3 else readers.array(part) for part in stored)
+        codes, scales = (_share(readers, part, weight, expert) for part in stored)
         codes = codes.view(np.uint8)
     if weight.transposed:
         codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
     rows = weight.shape[-2]
     tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
     return StoredLayer(codes.reshape(rows, -1), scales, tensor_scale, _any_recipe(form))
+
+
+def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
+    """Return what one expert of a stack has of a tensor: its matrix, or, if the first axis is another, its share of the bytes.
+
+    A tensor without equal shares, or of a single layer, comes whole.
+    """
+    experts, shape = weight.experts, part.entry.shape
+    if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
+        return readers.matrix(part, expert)
+    whole = readers.array(part)
+    return whole if len(weight.shape) == 2 or whole.size % experts else whole.reshape(experts, -1)[expert]
 
 
 def _any_recipe(form: Container) -> Recipe:

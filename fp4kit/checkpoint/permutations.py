@@ -18,7 +18,8 @@ from fp4kit.ops.identify import candidates_of
 MOST_ROWS = 1 << 15  # of a layer whose rows are looked for: all pairs are compared
 MOST_BLOCKS = 1 << 18  # of a layer whose blocks are looked for in other rows
 COLUMNS = 256  # whose signs tell rows apart
-PROBED = 64  # rows that are looked for first
+PROBED = 64  # rows that are looked for at a time
+FIRST = 8  # rows that are looked for first: of another model, hardly one is found
 ZERO = np.float32(2.0**-6)  # what a signed zero counts for among other codes
 
 # ---- rows -------------------------------------------------------------------------------------------------------------------
@@ -35,7 +36,8 @@ def permuted_rows(case: Case, plain: Layout) -> Iterator[tuple[Layout, CodeOrder
     values = np.nan_to_num(case.values(sources, columns, False).astype(np.float32))
     values /= np.maximum(np.abs(values).max(axis=1, keepdims=True, initial=0), FLT_MIN)
     for order in code_orders(case.layer.recipe, columns.stop):
-        if (_found(case, plain, order, np.arange(0, rows, -(-rows // PROBED)), values) == -1).any():
+        probes = (np.arange(0, rows, -(-rows // count)) for count in (FIRST, PROBED))
+        if any((_found(case, plain, order, probe, values) == -1).any() for probe in probes):
             continue
         steps = (np.arange(i, min(i + PROBED, rows)) for i in range(0, rows, PROBED))
         index = _spread(np.concatenate([_found(case, plain, order, part, values) for part in steps]), rows)

@@ -32,11 +32,13 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]
     out.table(("layer", "recipe", "verdict"), rows)
     out.line(shown(verdict.sentence))
+    if verdict.hint:
+        out.line(verdict.hint)
     return DONE if verdict.recipes and verdict.mishap is None and not verdict.exceptions else DIFFERENT
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
     """A verdict as JSON has it."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
-    found = {"recipes": verdict.recipes, "mishap": verdict.mishap, "sentence": verdict.sentence}
+    found = {"recipes": verdict.recipes, "mishap": verdict.mishap, "sentence": verdict.sentence, "hint": verdict.hint}
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

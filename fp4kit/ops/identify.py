@@ -15,12 +15,13 @@ from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.compare_values import Box
-from fp4kit.ops.identify_amaxes import Amaxes
+from fp4kit.ops.identify_amaxes import SIGN_MASKS, Amaxes
 from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
 from fp4kit.pieces import box_of
 from fp4kit.quantized import NEVER_NAN, Quantized
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.hadamard import hadamard_blocks
 
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
@@ -224,13 +225,29 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
     fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_have(r, q.tensor_scale)]
+    transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
     for stochastic in (False, True):
-        for hadamard in transforms[not stochastic :]:
+        for hadamard in transforms:
+            if not stochastic and not hadamard:
+                continue
             for r in fitting:
                 if stochastic and (r.element.is_integer or r.four_over_six):
                     continue
                 if _may_be(probe, part, r, hadamard, stochastic) and _is(q, x, r, hadamard, stochastic):
                     yield Variation(name_of(r), hadamard, stochastic)
+
+
+def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
+    """Return whether codes have the signs of x, or of its transform. Every recipe keeps them; True if x is not finite."""
+    if not np.isfinite(x).all():
+        return True
+    values = np.ascontiguousarray(np.moveaxis(x, q.axis, -1))
+    mask = SIGN_MASKS[hadamard]
+    values = values if mask is None else hadamard_blocks(values, mask)
+    codes, sign = unpacked(q.packed, q.recipe.element.packing), q.recipe.element.sign_bit
+    counted = (codes & (sign - 1) != 0) & (values != 0)
+    wrong = ((codes & sign != 0) != np.signbit(values)) & counted
+    return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
 
 
 def _can_have(r: Recipe, tensor_scale: np.ndarray | None) -> bool:

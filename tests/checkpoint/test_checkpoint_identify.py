@@ -15,11 +15,12 @@ from exhaustive import by_default
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.identify import LayerPair, identify_layers
+from fp4kit.checkpoint.identify import MOST_FAILED, LayerPair, identify_layers
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.scale_search import ScaleSearch
 from fp4kit.layouts import swizzle_scales
+from fp4kit.ops.identify import candidates_of
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -109,7 +110,78 @@ def test_zeros_contradict_no_mishap() -> None:
     blank = [LayerPair(f"expert.{i}", zeros, np.zeros((64, 128), BF16)) for i in range(5)]
     verdict = identify_layers([*blank, *(faulty(pair, swapped) for pair in pairs)])
     assert verdict.mishap == "nibbles are swapped" and not verdict.exceptions
+    assert identify_layers([*blank, *other_model(2)]).hint and not identify_layers(blank).hint
     assert identify_layers(blank).mishap is None and "nvfp4-te" in identify_layers(blank).recipes
+
+
+def other_model(layers):
+    """Layers beside the sources of another model: nothing matches."""
+    return [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", layers))]
+
+
+def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verdict says so, and what costs most is done for the first layers alone, until one is explained."""
+    tried: list[str] = []
+    monkeypatch.setattr("fp4kit.checkpoint.explain._permuted", lambda case, *rest: tried.append("rows"))
+    monkeypatch.setattr("fp4kit.checkpoint.explain._variation", lambda case, *rest: tried.append("variation"))
+    pairs = [*other_model(MOST_FAILED + 3), *model("mxfp4-ocp", 1), *other_model(1)]
+    verdict = identify_layers(pairs[:-2])
+    assert tried == ["rows", "variation"] * MOST_FAILED
+    assert verdict.sentence == f"nothing explains any of {MOST_FAILED + 3} layers"
+    assert verdict.hint is not None and verdict.hint.startswith("nothing matches: ") and verdict.hint in str(verdict)
+    assert str(verdict).count("(other orders were not tried: 4 layers before failed, too)") == 3
+    tried.clear()
+    verdict = identify_layers(pairs)
+    assert tried == ["rows", "variation"] * (MOST_FAILED + 1)
+    assert verdict.hint is None and len(verdict.exceptions) == len(pairs) - 1
+
+
+def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first layers, each recipe quantizes a sample twice: under its own scales and under the stored ones."""
+    calls, right = [], fp4kit.quantize
+    for module in ("accounts", "scale_accounts"):
+        monkeypatch.setattr(f"fp4kit.checkpoint.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1])
+    strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", MOST_FAILED + 3))]
+    identify_layers(strange[:MOST_FAILED])
+    first = len(calls)
+    identify_layers(strange)
+    assert 0 < len(calls) - 2 * first <= 3 * (2 * len(tuple(candidates_of(RECIPES["mxfp4-ocp"]))) + 1)
+
+
+def test_signs_of_the_source_without_its_numbers() -> None:
+    """There is no hint that it is another model, where signs agree."""
+    pair = model(layers=1)[0]
+    found = identify_layers([replace(pair, source=np.copysign(weights(50), pair.source))])
+    assert found.recipes == () and found.hint is None and "nothing explains" in str(found)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
+@pytest.mark.parametrize("shape", [(1, 32, 32), (0,), (1,), (32,), (32, 32), (), (3, 5)])
+def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[int, ...]) -> None:
+    pair = layer("w", weights(1, (32, 64)), recipe)
+    found = identify_layers([faulty(pair, lambda parts: replace(parts, block_scale=np.ones(shape, np.uint8)))])
+    needed = 32, 64 // RECIPES[recipe].block_size
+    said = f"block scales are of shape {shape}, and codes of (32, 64) need {needed}, or these in a known layout"
+    assert found.layers[0].explanation.sentence == f"nothing explains these bytes: {said}" and found.recipes == ()
+
+
+@pytest.mark.parametrize("form", ["nvfp4-te", "mxfp4-ocp"])
+@pytest.mark.parametrize("scales", ["of a matrix", "of a stack", "flat", "of another size", "none"])
+def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) -> None:
+    """Codes stored as [1, 32, 32], with block scales of any shape; a share of the bytes that fits is taken."""
+    x = weights(1, (32, 64))
+    q = fp4kit.quantize(x, form)
+    shape = {"of a matrix": q.block_scale.shape, "of a stack": (1, *q.block_scale.shape), "flat": (q.block_scale.size,)}
+    wrong = np.ones((1, 32, 32) if scales == "of another size" else (0,), np.uint8)
+    stored = q.block_scale.reshape(shape[scales]) if scales in shape else wrong
+    tensors = {"a.weight": q.packed.reshape(1, 32, 32), "a.weight_scale": stored}
+    if form == "nvfp4-te":
+        tensors |= {"a.weight_scale": stored.view(synthetic.E4M3), "a.weight_scale_2": q.tensor_scale.reshape(1)}
+    synthetic.write_model(tmp_path / "q", {}, tensors)
+    synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
+    verdict = identify_checkpoint(tmp_path / "q", tmp_path / "m")
+    assert (form in verdict.recipes) == (scales in shape), str(verdict)
+    assert scales in shape or "nothing explains these bytes: block scales are of shape" in str(verdict)
 
 
 @pytest.mark.exhaustive
