@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
-from fp4kit.libraries import torch_arrays
+from fp4kit.libraries import jax_arrays, torch_arrays
 from fp4kit.quantized import Quantized
 
 MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
@@ -27,17 +27,16 @@ by_specification: ContextVar[bool] = ContextVar("by_specification", default=Fals
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
     """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full way.
 
-    arrays: of NumPy or CuPy, or tensors of PyTorch on CUDA, Quantized of them, None for an array that is not given, beside those
-    of NumPy a float; any others make a call without a key. others: all other arguments that a check depends on.
+    arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not given; on the
+    host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a check depends on.
     """
     x = arrays[0]
     own = type(x)
-    kind = type(x.packed) if own is Quantized else own
-    if x is None or (kind is np.ndarray and by_specification.get()):
-        return None, None
     try:
-        facts = _numpy_facts if kind is np.ndarray else _cupy_facts if kind.__module__ == "cupy" else torch_arrays.facts()
-        where = None if kind is np.ndarray else interop.cupy().cuda.runtime.getDevice()
+        facts, on_host = _facts_of(x.packed if own is Quantized else x)
+        if on_host and by_specification.get():
+            return None, None
+        where = None if on_host else interop.cupy().cuda.runtime.getDevice()
         known = _facts(x, facts) if own is Quantized else facts(x)
         rest = tuple([None if a is None else _facts(a, facts) for a in arrays[1:]])
         key = (op, where, known, rest, others, tuple(map(type, others)))
@@ -63,6 +62,23 @@ def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
         found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)
         return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, found, amax is None or facts(amax)
     return facts(a)
+
+
+def _facts_of(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
+    """Return the function that gives the facts of an array like `a`, and whether the array is in host memory."""
+    kind = type(a)
+    if kind is np.ndarray:
+        return _numpy_facts, True
+    if kind.__module__ == "cupy":
+        return _cupy_facts, False
+    if getattr(a, "is_cuda", False):
+        return torch_arrays.facts(), False
+    return (_torch_host_facts if getattr(a, "is_cpu", False) else jax_arrays.facts), True
+
+
+def _torch_host_facts(a: Any) -> Hashable:
+    kind = type(a)
+    return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -98,12 +99,15 @@ def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.
 _ONES = np.ones(3, np.float32)
 
 
-def tensors_of(q: Quantized) -> np.ndarray:
-    """encode of the tensor scales of a Quantized, then decode, then amax; ones where it has none."""
+def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
+    """Return the tensor scales of a Quantized for encoding, then for decoding, then their amaxes; ones if it has none.
+
+    to_bytes: a function that returns the elements of an array of q's library.
+    """
     if q.tensor_scale is None:
         return _ONES
-    amax = None if q.tensor_amax is None else q.tensor_amax.tobytes()
-    return _stored(q.recipe, q.dtype, q.tensor_scale.tobytes(), amax)
+    amax = None if q.tensor_amax is None else to_bytes(q.tensor_amax)
+    return _stored(q.recipe, q.dtype, to_bytes(q.tensor_scale), amax)
 
 
 def decode_call(values: np.ndarray, r: Recipe, packed_step: int, scales_step: int | None) -> DecodeCall:

@@ -1,4 +1,4 @@
-"""Calls on NumPy arrays as call/repeat.py keeps them: one call of the library, which is told the addresses alone.
+"""Calls on arrays in host memory as call/repeat.py keeps them: one call of the library, which gets only addresses.
 
 Those of quantize, dequantize and fake_quantize on whole matrices are kept, whatever their strides and axis, and on contiguous
 arrays. What holds NaN or infinities goes the full way, and so does a call in a thread whose arithmetic is not IEEE's.
@@ -6,7 +6,6 @@ arrays. What holds NaN or infinities goes the full way, and so does a call in a 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
@@ -17,23 +16,16 @@ import numpy as np
 from fp4kit.arithmetic import is_ieee
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
+from fp4kit.cpu.array_access import NUMPY, ArrayAccess, access_to
 from fp4kit.cpu.dequantize import are_looked_up, decode_call, tensors_of
 from fp4kit.cpu.keys import tensor_key
 from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
-from fp4kit.cpu.memory import address, empty
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
 
 MOST_TENSORS = 1 << 12  # tensor scales of a dequantize that is repeated: they are looked at whenever it is
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
-
-
-def _given(amax: Any) -> Any:
-    """Where the library finds a tensor_amax: a number, or float32 values in order; None for others."""
-    if type(amax) is not np.ndarray:
-        return ctypes.byref(ctypes.c_float(amax))
-    return address(amax) if amax.dtype == _FLOAT32 and amax.flags.c_contiguous and amax.flags.aligned else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +35,23 @@ class QuantizeCall:
     like: EncodeCall
     tensor: int
     size: int
-    packed: tuple[int, ...]
-    scales: tuple[int, ...] | None
-    tensors: tuple[int, ...]
+    access: ArrayAccess
+    new: dict[str, Callable[[], Any]]
     fields: dict[str, Any]
     library: Callable[..., int]
 
-    def __call__(self, x: np.ndarray, given: Any, out: Quantized | None) -> Quantized | None:
-        amax = None if given is None else _given(given)
+    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Quantized | None:
+        access = self.access
+        amax = None if given is None else access.amax_pointer(given)
         if not is_ieee() or (given is not None and amax is None):
             return None
-        q = self._new() if out is None else out
-        scales = address(q.block_scale)
-        tensor: tuple[int | None, int | None] = None, None
-        if self.tensor >= 0:
-            tensor = address(q.tensor_scale), address(q.tensor_amax)
-        threads = threads_for(self.size)
-        undone = self.library(self.like, address(x), amax, address(q.packed), scales, *tensor, self.tensor, threads)
-        return None if undone else q
-
-    def _new(self) -> Quantized:
-        arrays = {
-            "packed": np.empty(self.packed, _UINT8),
-            "block_scale": None if self.scales is None else np.empty(self.scales, _UINT8),
-            "tensor_scale": np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
-            "tensor_amax": np.empty(self.tensors, _FLOAT32) if self.tensor >= 0 else None,
-        }
-        return assembled(arrays | self.fields)
-
-
-def _in_place(values: np.ndarray, axis: int) -> np.ndarray:
-    """With the last axis where it belongs."""
-    return values if axis == values.ndim - 1 else np.moveaxis(values, -1, axis)
+        q = assembled({name: make() for name, make in self.new.items()} | self.fields) if out is None else out
+        address = access.address
+        tensor = (address(q.tensor_scale), address(q.tensor_amax)) if self.tensor >= 0 else (None, None)
+        packed, scales, threads = address(q.packed), address(q.block_scale), threads_for(self.size)
+        if self.library(self.like, address(x), amax, packed, scales, *tensor, self.tensor, threads):
+            return None
+        return q if access.result is None else q.with_parts(access.result)
 
 
 def _is_whole(*arrays: Any) -> bool:
@@ -129,8 +106,17 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     like = _like(call, packed[-1], 0 if scales is None else scales[-1])
     if like is None:
         return None
+    access, tensors = access_to(x), (tensor_amax_shape(shape, r), _FLOAT32) if like.tensor >= 0 else None
+    wanted = {
+        "packed": (packed, _UINT8),
+        "block_scale": None if scales is None else (scales, _UINT8),
+        "tensor_scale": tensors,
+        "tensor_amax": tensors,
+    }
+    new = {name: access.maker(*facts, False) for name, facts in wanted.items() if facts is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
-    return QuantizeCall(*like, call.x.size, packed, scales, tensor_amax_shape(shape, r), fields, functions().fp4kit_quantize)
+    fields |= {name: None for name in wanted if name not in new}
+    return QuantizeCall(*like, call.x.size, access, new, fields, functions().fp4kit_quantize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +126,27 @@ class FakeQuantizeCall:
     like: EncodeCall
     tensor: int
     values: DecodeCall
-    shape: tuple[int, ...]
+    access: ArrayAccess
+    new: Callable[[], Any]
     axis: int
-    dtype: np.dtype
     size: int
     library: Callable[..., int]
 
-    def __call__(self, x: np.ndarray, given: Any) -> np.ndarray | None:
-        amax = None if given is None else _given(given)
+    def __call__(self, x: Any, given: Any) -> Any:
+        access = self.access
+        amax = None if given is None else access.amax_pointer(given)
         if not is_ieee() or (given is not None and amax is None):
             return None
-        out, threads = empty(self.shape, self.dtype), threads_for(self.size)
-        undone = self.library(self.like, self.values, address(x), amax, address(out), self.tensor, threads)
-        return None if undone else _in_place(out, self.axis)
+        out, threads = self.new(), threads_for(self.size)
+        if self.library(self.like, self.values, access.address(x), amax, access.address(out), self.tensor, threads):
+            return None
+        return _result(access, out, self.axis)
+
+
+def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
+    """Return new values as the caller gets them: with the quantized axis where x has it, in the library of x."""
+    moved = access.move_last(values, axis)
+    return moved if access.result is None else access.result(moved)
 
 
 def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
@@ -167,7 +161,8 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
         decode = decode_call(flat, r, 0, None if r.scale is None else 0)
     except Declined:
         return None
-    return FakeQuantizeCall(*like, decode, shape, call.axis, call.x.dtype, call.x.size, found)
+    access = access_to(x)
+    return FakeQuantizeCall(*like, decode, access, access.maker(shape, call.x.dtype, True), call.axis, call.x.size, found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,22 +170,24 @@ class DequantizeCall:
     """dequantize of linear scales; shape: that of the values with their axis last."""
 
     like: DecodeCall
-    shape: tuple[int, ...]
+    access: ArrayAccess
+    new: Callable[[], Any]
     axis: int
-    dtype: np.dtype
     size: int
     is_quick: bool
     library: Callable[..., int]
 
-    def __call__(self, q: Quantized, out: np.ndarray | None) -> np.ndarray | None:
+    def __call__(self, q: Quantized, out: Any) -> Any:
         if not is_ieee():
             return None
-        values = empty(self.shape, self.dtype) if out is None else out
-        scales = address(q.block_scale)
-        tensor = address(tensors_of(q))
+        access = self.access
+        values = self.new() if out is None else out
+        packed, scales = access.address(q.packed), access.address(q.block_scale)
+        tensor = NUMPY.address(tensors_of(q, access.to_bytes))
         threads = threads_for(self.size, self.is_quick)
-        undone = self.library(self.like, address(q.packed), scales, tensor, address(values), threads)
-        return None if undone else values if out is not None else _in_place(values, self.axis)
+        if self.library(self.like, packed, scales, tensor, access.address(values), threads):
+            return None
+        return _result(access, values, self.axis) if out is None else out
 
 
 def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
@@ -207,7 +204,8 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
     except Declined:
         return None
     call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
-    return DequantizeCall(call, q.moved_shape, q.axis, values.dtype, values.size, are_looked_up(r), found)
+    access = access_to(like)
+    return DequantizeCall(call, access, access.maker(q.moved_shape, values.dtype, True), q.axis, values.size, are_looked_up(r), found)
 
 
 def _goes_the_full_way(*arguments: Any) -> None:

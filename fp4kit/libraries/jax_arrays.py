@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,28 @@ from fp4kit import interop
 def at_home(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Calls on x run as they do; gives what makes arrays on the device of x, which JAX may move elsewhere if it may move x."""
 
+    yield lambda array: giver(x)(array)
+
+
+def giver(x: Any) -> Callable[[Any], Any]:
+    """Return a function that makes arrays on the device of x, which JAX may move elsewhere only if it may move x."""
+    device, is_committed = x.device, getattr(x, "committed", True)
+
     def give(array: Any) -> Any:
-        if getattr(x, "committed", True):
-            return array_of(array, x.device)
-        with sys.modules["jax"].default_device(x.device):
+        if is_committed:
+            return array_of(array, device)
+        with sys.modules["jax"].default_device(device):
             return array_of(array)
 
-    yield give
+    return give
+
+
+def facts(a: Any) -> Hashable:
+    """Return all that the checks of a call depend on, for an array of JAX on one device of the host; TypeError for others."""
+    kind = type(a)
+    if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
+        raise TypeError(kind)
+    return kind, a.shape, a.dtype, a.device, getattr(a, "committed", True)
 
 
 def array_of(array: Any, device: Any = None) -> Any:

@@ -151,16 +151,30 @@ def _outline(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> Any:
     return tensor
 
 
+def tensor_type() -> Any:
+    """Return torch.Tensor, or an empty tuple if PyTorch is not imported: a second argument of isinstance."""
+    return getattr(sys.modules.get("torch"), "Tensor", ())
+
+
 @cache
-def facts() -> Callable[[Any], Hashable]:
-    """What tells all that checks of a call depend on, of a tensor on CUDA with plain memory; TypeError for anything else."""
+def host_device() -> Any:
+    """Return torch.device("cpu")."""
+    return _module().device("cpu")
+
+
+@cache
+def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
+    """Return a function of a tensor with plain memory, on CUDA or on the host: all that the checks of a call depend on.
+
+    The function raises TypeError for anything else. Raises TypeError if PyTorch is not imported.
+    """
     if "torch" not in sys.modules:
         raise TypeError("PyTorch is not imported")
     tensor, parameter, enabled = _module().Tensor, _module().nn.Parameter, _module().is_grad_enabled
 
     def of(a: Any) -> Hashable:
         kind = type(a)
-        if (kind is not tensor and kind is not parameter) or not a.is_cuda:
+        if (kind is not tensor and kind is not parameter) or not (a.is_cpu if on_host else a.is_cuda):
             raise TypeError(kind)
         lost = a.requires_grad and enabled()
         return kind, a.shape, a.dtype, a.stride(), a.data_ptr() % ALIGNMENT, a.device, lost, a.is_neg()

@@ -31,7 +31,7 @@ def engines_of(array: Any) -> tuple[Any, ...]:
 
 
 def prepared_by(array: Any) -> Any:
-    """The module that prepares calls on an array."""
+    """Return the module that prepares calls on an array as the engine takes it: a NumPy or CuPy array."""
     return cpu_prepared if isinstance(array, np.ndarray) else cuda_prepared
 
 
@@ -101,9 +101,12 @@ def _first(op: str, operation: str, array: Any, arguments: tuple[Any, ...]) -> A
     raise NotImplementedError(f"{op}: {reason}")
 
 
-def repeated(call: Call, operation: str) -> Callable[..., Any] | None:
-    """What repeats a call on a NumPy array that is no one call of a library: it need not be parsed again. Not of given amaxes."""
-    if not isinstance(call.x, np.ndarray) or call.tensor_amax is not None:
+def repeated(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
+    """Return a function that repeats a call on a NumPy array by the engines, without parsing it again.
+
+    Return None if x, the array as it was given, is of another library, or if the call gives an amax.
+    """
+    if not isinstance(x, np.ndarray) or call.tensor_amax is not None:
         return None
     call = call._replace(x=None, moved=None, out=None)
     return lambda x, amax, out=None: run(call.op, operation, x, call.on(x, out))

@@ -59,7 +59,7 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, ke
     call = fake_call("fake_quantize", x, recipe, axis, options, **given)
     values = run("fake_quantize", "fake_quantize", call.x, call)
     if key is not None:
-        keep(key, prepared_by(call.x).fake_quantize(call, x, values) or repeated(call, "fake_quantize"))
+        keep(key, prepared_by(call.x).fake_quantize(call, x, values) or repeated(call, x, "fake_quantize"))
     return values
 
 

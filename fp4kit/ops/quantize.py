@@ -105,7 +105,7 @@ def _quantize(x: Any, recipe: str | Recipe, axis: int, options: Options, key: An
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     q = run("quantize", "quantize", call.x, call)
     if key is not None:
-        keep(key, prepared_by(call.x).quantize(call, x) or repeated(call, "quantize"))
+        keep(key, prepared_by(call.x).quantize(call, x) or repeated(call, x, "quantize"))
     return q
 
 

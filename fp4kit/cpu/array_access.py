@@ -1,0 +1,107 @@
+"""How a cached call handles the arrays of a library in host memory: addresses, new arrays, results. NumPy, PyTorch, JAX."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.cpu import memory
+from fp4kit.cpu.memory import address
+from fp4kit.libraries import jax_arrays, torch_arrays
+
+_FLOAT32 = np.dtype(np.float32)
+
+
+class ArrayAccess(NamedTuple):
+    """Access to the arrays of one library.
+
+    address(array): the address of its first element; None for None.
+    maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's. reused:
+        the memory of a large array, once freed, serves the next one (see cpu/memory.py).
+    is_float32(array): whether it is a contiguous, aligned float32 array, which the C library can read in place.
+    to_bytes(array): its elements in row-major order.
+    move_last(array, axis): a view whose last axis is moved to `axis`.
+    result(array): the caller's array for one that a maker made; None where it is that array itself.
+    """
+
+    address: Callable[[Any], int | None]
+    maker: Callable[[tuple[int, ...], np.dtype, bool], Callable[[], Any]]
+    is_float32: Callable[[Any], bool]
+    to_bytes: Callable[[Any], bytes]
+    move_last: Callable[[Any, int], Any]
+    result: Callable[[Any], Any] | None
+
+    def amax_pointer(self, amax: Any) -> Any:
+        """Return a pointer to tensor_amax for the C library: to a c_float for a number, else to the data of the array.
+
+        Return None for an array that the library cannot read in place.
+        """
+        if isinstance(amax, (float, np.floating)):
+            return ctypes.byref(ctypes.c_float(float(amax)))
+        return self.address(amax) if self.is_float32(amax) else None
+
+
+def access_to(array: Any) -> ArrayAccess:
+    """Return the access to the library of an array in host memory."""
+    if isinstance(array, np.ndarray):
+        return NUMPY
+    return _torch() if isinstance(array, torch_arrays.tensor_type()) else _jax(array)
+
+
+def _is_float32(a: np.ndarray) -> bool:
+    return a.dtype == _FLOAT32 and a.flags.c_contiguous and a.flags.aligned
+
+
+def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
+    return partial(memory.empty if reused else np.empty, shape, dtype)
+
+
+def _move_last(a: Any, axis: int) -> Any:
+    return a if axis == a.ndim - 1 else np.moveaxis(a, -1, axis)
+
+
+NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, _move_last, None)
+
+
+@cache
+def _torch() -> ArrayAccess:
+    pointer, float32 = torch_arrays.address(), torch_arrays.dtype_named("float32")
+
+    def address_of(a: Any) -> int | None:
+        return None if a is None else pointer(a)
+
+    def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
+        if reused and prod(shape) * dtype.itemsize >= memory.LEAST:
+            return lambda: torch_arrays.tensor_of(memory.empty(shape, dtype))
+        return torch_arrays.maker(torch_arrays.host_device(), shape, dtype, False)
+
+    def is_float32(a: Any) -> bool:
+        return bool(a.dtype is float32 and a.is_contiguous() and not pointer(a) % _FLOAT32.alignment)
+
+    def to_bytes(a: Any) -> bytes:
+        return bytes(a.detach().numpy().tobytes())
+
+    def move_last(a: Any, axis: int) -> Any:
+        return a if axis == a.ndim - 1 else a.movedim(-1, axis)
+
+    return ArrayAccess(address_of, maker, is_float32, to_bytes, move_last, None)
+
+
+def _jax(like: Any) -> ArrayAccess:
+    """Return the access to JAX's arrays, which cannot be written to: NumPy arrays are filled and then handed to JAX."""
+
+    def address_of(a: Any) -> int | None:
+        return address(a if a is None else np.asarray(a))
+
+    def is_float32(a: Any) -> bool:
+        return _is_float32(np.asarray(a))
+
+    def to_bytes(a: Any) -> bytes:
+        return np.asarray(a).tobytes()
+
+    return ArrayAccess(address_of, _numpy_maker, is_float32, to_bytes, _move_last, jax_arrays.giver(like))

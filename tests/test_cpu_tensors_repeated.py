@@ -1,0 +1,136 @@
+"""Repeated calls on CPU tensors of PyTorch and JAX: the bits of NumPy's calls, their errors, and almost their time."""
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from engine_cases import NEEDS_ENGINE
+
+import fp4kit
+from fp4kit.call import repeat
+
+pytestmark = NEEDS_ENGINE
+RECIPES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt-channel")
+DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def torch_of(array):
+    torch = pytest.importorskip("torch")
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def jax_of(array):
+    return pytest.importorskip("jax").numpy.asarray(array)
+
+
+def numpy_of(array):
+    torch_bf16 = hasattr(array, "data_ptr") and str(array.dtype) == "torch.bfloat16"
+    return array.view(pytest.importorskip("torch").int16).numpy().view(ml_dtypes.bfloat16) if torch_bf16 else np.asarray(array)
+
+
+def bits(result):
+    parts = result.parts() if isinstance(result, fp4kit.Quantized) else {"values": result}
+    return {name: None if part is None else (np.shape(part), numpy_of(part).tobytes()) for name, part in parts.items()}
+
+
+@pytest.fixture(autouse=True)
+def no_cached_calls(monkeypatch):
+    monkeypatch.setattr(repeat, "_CALLS", {})
+
+
+@pytest.mark.parametrize("make", [torch_of, jax_of])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_repeated_calls_have_the_bits_of_numpy(make, recipe, dtype):
+    rng = np.random.default_rng(5)
+    for axis in (-1, 0):
+        for _ in range(3):  # the first call of a kind is parsed, later ones are looked up
+            x = rng.standard_normal((64, 96)).astype(dtype)
+            t = make(x)
+            q, expected = fp4kit.quantize(t, recipe, axis=axis), fp4kit.quantize(x, recipe, axis=axis)
+            assert type(q.packed) is type(t)
+            assert bits(q) == bits(expected)
+            assert bits(fp4kit.dequantize(q)) == bits(fp4kit.dequantize(expected))
+            assert bits(fp4kit.fake_quantize(t, recipe, axis=axis)) == bits(fp4kit.fake_quantize(x, recipe, axis=axis))
+    assert any(call is not None for call in repeat._CALLS.values())
+
+
+def test_given_amaxes_and_outs():
+    torch = pytest.importorskip("torch")
+    x = np.random.default_rng(6).standard_normal((32, 64)).astype(np.float32)
+    t, out = torch_of(x), fp4kit.quantize(torch_of(x), "nvfp4-te")
+    version = out.packed._version
+    for amax in (3.5, 7.0, torch.tensor(2.5), torch.tensor(9.0)):
+        expected = bits(fp4kit.quantize(x, "nvfp4-te", tensor_amax=float(amax)))
+        assert bits(fp4kit.quantize(t, "nvfp4-te", tensor_amax=amax)) == expected
+        assert fp4kit.quantize(t, "nvfp4-te", tensor_amax=amax, out=out) is out
+        assert bits(out) == expected
+    assert out.packed._version > version
+    values = torch.empty_like(t)
+    for _ in range(2):
+        assert fp4kit.dequantize(out, out=values) is values
+        assert bits(values) == bits(fp4kit.dequantize(out))
+
+
+def test_results_are_new_each_time():
+    t = torch_of(np.ones((32, 64), np.float32))
+    results = [fp4kit.quantize(t, "nvfp4-te") for _ in range(3)]
+    assert len({q.packed.data_ptr() for q in results}) == len({q.tensor_scale.data_ptr() for q in results}) == 3
+
+
+def test_what_a_tensor_cannot_give_is_refused_after_a_cached_call():
+    torch = pytest.importorskip("torch")
+    t = torch.ones(32, 64)
+    for _ in range(2):
+        fp4kit.quantize(t, "mxfp4")
+        fp4kit.fake_quantize(t, "mxfp4")
+    with pytest.raises(ValueError, match="requires grad"):
+        fp4kit.fake_quantize(torch.ones(32, 64, requires_grad=True), "mxfp4")
+    with pytest.raises(ValueError, match="negative bit set"):
+        fp4kit.quantize(torch.zeros(32, 64, dtype=torch.complex64).conj().imag, "mxfp4")
+    with pytest.raises(BufferError, match="without memory of its own"):
+        torch.vmap(lambda x: fp4kit.quantize(x, "mxfp4").packed)(torch.ones(2, 32, 64))
+    jax = pytest.importorskip("jax")
+    gone = jax.numpy.ones((32, 64))
+    fp4kit.quantize(gone, "mxfp4")
+    gone.delete()
+    with pytest.raises(BufferError, match="deleted"):
+        fp4kit.quantize(gone, "mxfp4")
+
+
+def test_nan_and_the_specification_go_the_full_way():
+    t = torch_of(np.ones((32, 64), np.float32))
+    fp4kit.quantize(t, "nvfp4-te")
+    t[0, 0] = float("nan")
+    x = t.numpy()
+    assert bits(fp4kit.quantize(t, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
+    with fp4kit.specification():
+        assert repeat.find("quantize", (t, None, None), "nvfp4-te") == (None, None)
+        assert bits(fp4kit.quantize(t, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
+
+
+def microseconds(call, *arguments):
+    """Return the least time of a call among 20 batches of 50."""
+    call(*arguments), call(*arguments)
+    least = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(50):
+            call(*arguments)
+        least = min(least, (time.perf_counter() - start) / 50)
+    return least * 1e6
+
+
+def test_a_tensor_takes_at_most_15_microseconds_more_than_an_array():
+    x = np.ones((4, 64), np.float32)
+    t = torch_of(x)
+    q, of_tensor = fp4kit.quantize(x, "nvfp4-te"), fp4kit.quantize(t, "nvfp4-te")
+    for call, array, tensor in (
+        (lambda a: fp4kit.quantize(a, "nvfp4-te"), x, t),
+        (fp4kit.dequantize, q, of_tensor),
+        (lambda a: fp4kit.fake_quantize(a, "nvfp4-te"), x, t),
+    ):
+        assert microseconds(call, tensor) < microseconds(call, array) + 15
