@@ -65,7 +65,15 @@ def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: 
     if bad.any():
         what = "NaN" if np.isnan(amax).any() else "negative"
         raise ValueError(f"{op}: tensor_amax holds {int(bad.sum())} {what} value(s) of {amax.size}; needs amax >= 0")
-    return amax
+    return without_sign(amax)
+
+
+def without_sign(amax: np.ndarray) -> np.ndarray:
+    """A copy of float32 amaxes in which -0 is 0, because its sign would become that of scales and codes.
+
+    Bits are cleared, because float arithmetic may be set to take subnormals for zero.
+    """
+    return np.asarray(amax.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.float32)
 
 
 @ieee("amax")
@@ -136,4 +144,4 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {wanted}")
     if not isinstance(amax, Outline) and (np.isnan(amax).any() or (amax < 0).any()):
         raise ValueError(f"{op}: block_amax holds NaN or negative values; needs amax >= 0")
-    return amax.reshape(wanted)
+    return (amax if isinstance(amax, Outline) else without_sign(amax)).reshape(wanted)

@@ -184,15 +184,18 @@ class Group:
             make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
             scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
         decode: list[Any] = [None] * len(moved)
+        given: list[Any] = [None] * len(moved)  # copies of the amaxes that a caller gave, who may change them
         if r.tensor_scaling != "none":
             shapes = [a.shape for a in self.amaxes]
             decode = cut(interop.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
-        parts = [*zip(self.amaxes, packed, scales, decode, strict=True)]
-        matrices = [Matrix(x, codes, s, None, amax, d) for x, (amax, codes, s, d) in zip(self._xs, parts, strict=True)]
+            if self.vector is None:
+                given = cut(interop.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
+        parts = [*zip(self.amaxes, packed, scales, decode, given, strict=True)]
+        matrices = [Matrix(x, c, s, None, amax, d, amax_out=out) for x, (amax, c, s, d, out) in zip(self._xs, parts, strict=True)]
         launches = self._launches(matrices, values=False)
         return [
-            Quantized(codes, s, d, amax, call.x.shape, call.x.dtype, call.axis, r, layout)
-            for call, (amax, codes, s, d) in zip(self.calls, parts, strict=True)
+            Quantized(codes, s, d, amax if out is None else out, call.x.shape, call.x.dtype, call.axis, r, layout)
+            for call, (amax, codes, s, d, out) in zip(self.calls, parts, strict=True)
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[Launch]:
@@ -227,5 +230,5 @@ class Group:
         if m.tensor_scale is None or not m.tensor_amax.size:
             return []
         shape = (m.tensor_amax.size, 0)
-        empty = Matrix(m.x.reshape(shape), tensor_amax=m.tensor_amax, tensor_scale=m.tensor_scale)
+        empty = Matrix(m.x.reshape(shape), tensor_amax=m.tensor_amax, tensor_scale=m.tensor_scale, amax_out=m.amax_out)
         return [(empty, work._replace(shape=shape))]

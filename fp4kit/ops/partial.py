@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.call.amaxes import given_tensor_amax
+from fp4kit.call.amaxes import given_tensor_amax, without_sign
 from fp4kit.call.apart import check_apart
 from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
@@ -84,6 +84,7 @@ def partial_cast(
     if tensor_amax is None:
         _check_finite(amax, r)
     whole = given_tensor_amax("partial_cast", tensor_amax, (M, K), r, not isinstance(array, np.ndarray))
+    amax = without_sign(amax) if isinstance(amax, np.ndarray) else amax
     run("partial_cast", "partial_cast", array, array, out, amax, (M, K), start, r, whole)
     written(given)
 

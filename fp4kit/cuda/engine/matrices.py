@@ -73,7 +73,7 @@ def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]
     random = None if isinstance(call.random, int) else call.random
     block_amax, random = (None if a is None else interop.cupy().ascontiguousarray(a) for a in (call.block_amax, random))
     whole = whole._replace(block_amax=block_amax, random=random)
-    scales = ("tensor_amax", "tensor_scale", "column_tensor_scale")
+    scales = ("tensor_amax", "amax_out", "column_amax_out", "tensor_scale", "column_tensor_scale")
     parts = {name: a.reshape(B, -1) for name, a in _arrays(whole) if name not in scales}
     for i in range(B):
         matrix = {name: a[i] for name, a in parts.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit import interop
+from fp4kit.call.amaxes import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
@@ -30,8 +31,6 @@ def quantize(call: Call) -> Quantized:
         new = allocate if asked.tensor_amax is None else _allocate_own
         result = new(asked, amax) if call.out is None else call.out
         launch(call, work, x, amax, *((None, result) if work.columns else (result, None)))
-        if result.tensor_amax is not amax:
-            result.tensor_amax[...] = amax
     return result
 
 
@@ -51,9 +50,6 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
         amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
         results = _allocate_own(row, amax), _allocate_own(column, amax)
         launch(column, work, x, amax, *results)
-        for q in results:
-            if amax is not None:
-                q.tensor_amax[...] = amax
     return results
 
 
@@ -75,16 +71,18 @@ def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, col
     arrays = Matrix(x, tensor_amax=amax)
     if row is not None:
         arrays = arrays._replace(packed=row.packed, scales=row.block_scale, tensor_scale=row.tensor_scale)
+        arrays = arrays._replace(amax_out=None if row.tensor_amax is amax else row.tensor_amax)
     if column is not None:
         parts = {"column_packed": column.packed, "column_scales": column.block_scale, "column_tensor_scale": column.tensor_scale}
-        arrays = arrays._replace(**parts)
+        arrays = arrays._replace(**parts, column_amax_out=None if column.tensor_amax is amax else column.tensor_amax)
     for matrix, part in split(call, work, arrays):
         quantize_matrix(matrix, part, seed)
     return None
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Tensor scales of an array without elements."""
+    """Write the tensor scales and amaxes of an array without elements."""
     for q in results:
         if q is not None and q.tensor_scale is not None:
-            q.tensor_scale[...] = interop.to_device(tensor_scale(amax.get(), call.recipe, call.x.dtype).decode)
+            scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)
+            q.tensor_scale[...], q.tensor_amax[...] = interop.to_device(scale.decode), interop.to_device(scale.amax)

@@ -112,8 +112,9 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const Arguments& a) {
 // tensor_amax, kUnknownAmax among them: implied_kernel wrote them.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const Arguments& a, u32 row, u32 block, u32 blocks) {
-  if constexpr (R::DecodeRule::kNeedsAmax) return tensor_scale_of<R, Original>(a.tensor_amax, row, block, blocks);
-  return {1.0f, a.tensor_scale[R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block], 1.0f};
+  const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
+  if constexpr (R::DecodeRule::kNeedsAmax) return R::TensorRule::template scale<R, Original>(a.tensor_amax[index]);
+  return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
 // Values of a run under a tensor scale that no amax gives, one element at a time.

@@ -82,7 +82,7 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
   constexpr u32 kSharers = R::kBlock / kRun, kStep = kThreads * kFakeUnroll<R>;
   __shared__ FakeScale table[R::kHasTable ? kThreads : 1];
   const u32 row_runs = static_cast<u32>(a.columns / kRun), runs = static_cast<u32>(a.rows) * row_runs;
-  const float whole_amax = R::kTensorScaling == TensorScaling::tensor ? a.tensor_amax[0] : 1.0f;
+  const float whole_amax = R::kTensorScaling == TensorScaling::tensor ? amax_at(a.tensor_amax, 0) : 1.0f;
   make_scale_table<R>(table, whole_amax);
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
@@ -98,10 +98,10 @@ FP4KIT_DEVICE void fake_blocks(const Arguments& a, Grid grid) {
       const u32 run = start + k * kThreads + threadIdx.x, block = run / kSharers;
       const u32 largest = largest_bits_of(x[k]), found = amax_bits_of_block<R>(x[k], largest);
       if (run >= runs) continue;
-      const float amax = R::kStatic && a.block_amax ? a.block_amax[block] : float_of(found);
+      const float amax = R::kStatic && a.block_amax ? amax_at(a.block_amax, block) : float_of(found);
       float tensor_amax = whole_amax;
-      if constexpr (R::kTensorScaling == TensorScaling::row) tensor_amax = a.tensor_amax[run / row_runs];
-      if constexpr (R::kTensorScaling == TensorScaling::block) tensor_amax = a.tensor_amax ? a.tensor_amax[block] : amax;
+      if constexpr (R::kTensorScaling == TensorScaling::row) tensor_amax = amax_at(a.tensor_amax, run / row_runs);
+      if constexpr (R::kTensorScaling == TensorScaling::block) tensor_amax = a.tensor_amax ? amax_at(a.tensor_amax, block) : amax;
       const FakeScale s = fake_scale<R, In>(amax, tensor_amax, table);
       write_run_values<R, In, kAligned>(a, static_cast<i64>(run) * kRun, x[k], largest, s);
     }
@@ -115,7 +115,7 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
   constexpr u32 kStep = kThreads * kFakeUnroll<R>;
   constexpr bool kByRow = R::kTensorScaling == TensorScaling::row;
   const u32 row_runs = static_cast<u32>((a.columns + kRun - 1) / kRun), runs = static_cast<u32>(a.rows) * row_runs;
-  FakeScale s = kByRow ? FakeScale{} : fake_scale<R, In>(1.0f, a.tensor_amax[0], nullptr);
+  FakeScale s = kByRow ? FakeScale{} : fake_scale<R, In>(1.0f, amax_at(a.tensor_amax, 0), nullptr);
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
     Run<In, kRun> x[kFakeUnroll<R>];
@@ -132,7 +132,7 @@ FP4KIT_DEVICE void fake_plain(const Arguments& a, Grid grid) {
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       if (start + k * kThreads + threadIdx.x >= runs) break;
-      if (kByRow && (k == 0 || rows[k] != rows[k - 1])) s = fake_scale<R, In>(1.0f, a.tensor_amax[rows[k]], nullptr);
+      if (kByRow && (k == 0 || rows[k] != rows[k - 1])) s = fake_scale<R, In>(1.0f, amax_at(a.tensor_amax, rows[k]), nullptr);
       const i64 column = static_cast<i64>(columns[k]) * kRun, first = rows[k] * a.columns + column;
       if (column + kRun <= a.columns) {
         write_run_values<R, In, kAligned>(a, first, x[k], largest_bits_of(x[k]), s);

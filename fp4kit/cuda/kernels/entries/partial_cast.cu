@@ -59,7 +59,7 @@ struct Walk {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const Arguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
-  const float then = R::kThenEncode ? R::TensorRule::template scale<R, In>(a.tensor_amax[a.tensor_at]).encode : 1.0f;
+  const float then = R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
   Walk<R> walk = Walk<R>::from(i, static_cast<u32>(a.columns / kRun), stride);

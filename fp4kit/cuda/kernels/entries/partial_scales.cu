@@ -19,7 +19,7 @@ FP4KIT_DEVICE void partial_scales(const Arguments& a, Grid grid) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax ? a.tensor_amax + a.tensor_at : nullptr, 0, 0, wide);
   if (a.tensor_scale && first_item(grid) == 0) a.tensor_scale[a.tensor_at] = t.decode;
   for (i64 i = first_item(grid); i < count; i += item_stride(grid)) {
-    const float amax = a.block_amax[a.block_at + i];
+    const float amax = amax_at(a.block_amax, a.block_at + i);
     const u32 code = R::BlockRule::template code<R, In>(amax, t);
     a.factors[a.factor_at + i] = R::BlockRule::template factor<R, In>(code, amax, t);
     if (!a.scales) continue;

@@ -110,8 +110,8 @@ FP4KIT_DEVICE Place place_of(const Walk<R, In>& walk, u32 step, int k) {
 // amax that the tensor scale of a run comes from.
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const Arguments& a, const Place& place) {
-  if constexpr (R::kTensorScaling == TensorScaling::row) return a.tensor_amax[place.row];
-  if constexpr (R::kTensorScaling == TensorScaling::block) return a.tensor_amax[place.run / Rows<R, In>::kLanes];
+  if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
+  if constexpr (R::kTensorScaling == TensorScaling::block) return amax_at(a.tensor_amax, place.run / Rows<R, In>::kLanes);
   return 0.0f;
 }
 
@@ -120,7 +120,7 @@ template <class R, class In>
 FP4KIT_DEVICE void store_scales(const Arguments& a, const Place& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % Rows<R, In>::kLanes != 0u) return;
   if constexpr (R::kHasScales) a.scales[place.scale] = code;
-  if constexpr (R::kTensorScaling == TensorScaling::block) a.tensor_scale[place.run / Rows<R, In>::kLanes] = t.decode;
+  if constexpr (R::kTensorScaling == TensorScaling::block) store_tensor_scale(a, place.run / Rows<R, In>::kLanes, t);
   if constexpr (R::kTensorScaling == TensorScaling::row) {
     if (place.block == 0u && a.tensor_scale) store_tensor_scale(a, place.row, t);
   }
@@ -138,7 +138,7 @@ FP4KIT_DEVICE bool quantize_finite(const Arguments& a, const Place& place, const
   u32 largest = amax;
   if constexpr (R::kStatic) {
     if (a.block_amax) {
-      amax = bits_of(a.block_amax[place.run / Rows<R, In>::kLanes]);
+      amax = bits_of(amax_at(a.block_amax, place.run / Rows<R, In>::kLanes));
       largest = own;
     }
     if (amax >= kInfinityBits) return false;
@@ -164,7 +164,7 @@ FP4KIT_DEVICE float block_amax_of(const Arguments& a, u32 run) {
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const Arguments& a, const Place& place, TensorScale t, const Factor* table) {
   constexpr int kRun = Rows<R, In>::kRun;
-  const float amax = a.block_amax ? a.block_amax[place.run / Rows<R, In>::kLanes] : block_amax_of<R, In, kAligned>(a, place.run);
+  const float amax = a.block_amax ? amax_at(a.block_amax, place.run / Rows<R, In>::kLanes) : block_amax_of<R, In, kAligned>(a, place.run);
   Factor f;
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];

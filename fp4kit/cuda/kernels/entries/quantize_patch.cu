@@ -124,8 +124,8 @@ FP4KIT_DEVICE void quantize_patch(const PatchArguments& a, Grid grid) {
   if (grid.block == 0 && threadIdx.x == 0 && R::kTensorScaling != TensorScaling::none) {
     if (a.tensor_scale) *a.tensor_scale = t.decode;
     if (a.column_tensor_scale) *a.column_tensor_scale = t.decode;
-    if (a.amax_out) *a.amax_out = *a.tensor_amax;
-    if (a.column_amax_out) *a.column_amax_out = *a.tensor_amax;
+    if (a.amax_out) *a.amax_out = amax_at(a.tensor_amax, 0);
+    if (a.column_amax_out) *a.column_amax_out = amax_at(a.tensor_amax, 0);
   }
 }
 

@@ -31,7 +31,7 @@ FP4KIT_DEVICE void quantize_plain(const Arguments& a, Grid grid) {
       rows[k] = a.rows == 1 ? 0u : run / row_runs;
       const i64 column = static_cast<i64>(run - rows[k] * row_runs) * kRun;
       firsts[k] = rows[k] * a.columns + column;
-      amaxes[k] = kRows && run < runs ? a.tensor_amax[rows[k]] : 0.0f;
+      amaxes[k] = kRows && run < runs ? amax_at(a.tensor_amax, rows[k]) : 0.0f;
       counts[k] = run < runs ? static_cast<int>(minimum<i64>(kRun, a.columns - column)) : 0;
       const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + firsts[k];
       if (even && counts[k] == kRun) x[k] = read_run<In, kRun>(from);

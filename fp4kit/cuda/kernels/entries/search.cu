@@ -60,7 +60,7 @@ FP4KIT_DEVICE Searched<kWeighted> load_block(const SearchArguments& a, u32 i, u3
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, Common<kWeighted>& common) {
   Candidates& shared = common.candidates;
-  const float amax_of_tensor = *a.tensor_amax;
+  const float amax_of_tensor = amax_at(a.tensor_amax, 0);
   make_candidates<R>(shared, amax_of_tensor);
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;

@@ -61,7 +61,7 @@ FP4KIT_DEVICE void put_row_losses(const Arguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
     const i64 row = i / a.count, multiple = a.first + i % a.count;
     const auto* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const auto values = Values<R, kOwn>::under(a.tensor_amax[row / a.rows_of_amax] * a.multiples[multiple]);
+    const auto values = Values<R, kOwn>::under(amax_at(a.tensor_amax, row / a.rows_of_amax) * a.multiples[multiple]);
     double total = 0.0;
     for (i64 j = 0; j < a.columns; ++j) {
       const float element = In::widen(x[j]);
@@ -100,7 +100,7 @@ FP4KIT_DEVICE void put_least(const Arguments& a) {
     __syncwarp();
     if (lane == 0u) {
       for (u32 i = 1u; i < 32u; ++i) least.meet(all[threadIdx.x + i]);
-      if (least.multiple >= 0 || a.first == 0) a.out[amax] = a.tensor_amax[amax] * a.multiples[least.multiple < 0 ? 0 : least.multiple];
+      if (least.multiple >= 0 || a.first == 0) a.out[amax] = amax_at(a.tensor_amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
       a.least[amax] = least.loss;
     }
     __syncwarp();

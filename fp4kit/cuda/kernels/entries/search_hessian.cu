@@ -7,7 +7,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   __shared__ Hessian h;
   __shared__ u32 positive;  // thirty-seconds of mu
   const i64 blocks = a.columns / kSearched, column = blockIdx.x % blocks, strips = gridDim.x / blocks;
-  const float amax_of_tensor = *a.tensor_amax;
+  const float amax_of_tensor = amax_at(a.tensor_amax, 0);
   if (threadIdx.x == 0) positive = 0u;
   make_candidates<R>(shared, amax_of_tensor);
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads)

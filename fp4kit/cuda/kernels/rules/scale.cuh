@@ -169,6 +169,9 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
+// An amax where a caller gave it, perhaps as -0: that counts as 0, because its sign would become that of scales and codes.
+FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) { return magnitude_of(amaxes[index]); }
+
 // The tensor scale that covers block `block` of row `row`.
 enum class TensorScaling { none, tensor, row, block };
 
@@ -180,6 +183,6 @@ FP4KIT_DEVICE TensorScale tensor_scale_of(const float* tensor_amax, i64 row, i64
     i64 index = 0;
     if constexpr (R::kTensorScaling == TensorScaling::row) index = row;
     if constexpr (R::kTensorScaling == TensorScaling::block) index = row * blocks + block;
-    return R::TensorRule::template scale<R, In>(tensor_amax[index]);
+    return R::TensorRule::template scale<R, In>(amax_at(tensor_amax, index));
   }
 }

@@ -10,7 +10,7 @@ FP4KIT_DEVICE bool is_empty(const Arguments& a, Grid grid) {
   if (a.columns != 0) return false;
   if (!R::kFake && a.tensor_scale) {
     for (i64 i = first_item(grid); i < a.rows; i += item_stride(grid))
-      a.tensor_scale[i] = R::TensorRule::template scale<R, In>(a.tensor_amax[i]).decode;
+      store_tensor_scale(a, i, R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, i)));
   }
   return true;
 }

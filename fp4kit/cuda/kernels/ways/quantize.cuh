@@ -22,7 +22,7 @@ struct Arguments {
 // What is written once for tensor scale number i.
 FP4KIT_DEVICE void store_tensor_scale(const Arguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
-  if (a.amax_out) a.amax_out[i] = a.tensor_amax[i];
+  if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
 // Random byte of element i of the run that begins at element `first` of the array, a multiple of the run's length.

@@ -45,7 +45,7 @@ struct ScaleCodes {
   i32 first, last;
 
   FP4KIT_DEVICE ScaleCodes make(const SearchArguments& a, Shared& shared) {
-    const float amax = *a.tensor_amax;
+    const float amax = amax_at(a.tensor_amax, 0);
     make_candidates<R>(shared, amax);
     if constexpr (kStored) {  // as a Hessian's losses have them
       for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += kThreads) shared.of[code] = stored_candidate_of<R>(code, amax);

@@ -1,0 +1,112 @@
+"""An amax of -0 on a device, where values are not looked at, gives the bits that NumPy gives for an amax of 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from inputs import BF16, ordinary
+from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
+
+import fp4kit
+from fp4kit.call import repeat
+from fp4kit.call.amaxes import has_given_powers, tensor_amax_shape
+from fp4kit.parts import scale_shape
+from fp4kit.recipes import RECIPES
+
+pytestmark = ON_GPU
+
+X = ordinary(0, (32, 512))
+X[0] = 0
+X[1, 3] = np.inf  # of a run that goes the exact way
+SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
+STATIC = [name for name, r in RECIPES.items() if r.static or has_given_powers(r)]
+FEW = ("nvfp4-modelopt", "nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "int8-modelopt-channel", "nvfp4-qwix", "fp8-modelopt")
+
+
+@pytest.fixture(autouse=True)
+def nothing_prepared():
+    repeat._CALLS.clear()
+
+
+def zeros(shape):
+    """Amaxes of 0 on the host, and of -0 on the device."""
+    return np.zeros(shape, np.float32), cupy.asarray(np.full(shape, -0.0, np.float32))
+
+
+@pytest.mark.parametrize("name", all_or_few(SCALED, FEW))
+def test_of_a_tensor(name):
+    """The full way, and a prepared call."""
+    r, x = RECIPES[name], cupy.asarray(X)
+    zero, negative = zeros(tensor_amax_shape(X.shape, r))
+    for _ in range(2):
+        values = fp4kit.fake_quantize(x, name, tensor_amax=negative)
+        assert differing(values, fp4kit.fake_quantize(X, name, tensor_amax=zero)) == 0
+        if not r.fake_only:
+            assert_same(fp4kit.quantize(x, name, tensor_amax=negative), fp4kit.quantize(X, name, tensor_amax=zero))
+
+
+def test_of_columns_and_both():
+    x = X.astype(BF16)
+    d, (zero, negative) = cupy.asarray(x), zeros(())
+    for _ in range(2):
+        found = fp4kit.quantize_both(d, "nvfp4-te", tensor_amax=negative)
+        for gpu, cpu in zip(found, fp4kit.quantize_both(x, "nvfp4-te", tensor_amax=zero), strict=True):
+            assert_same(gpu, cpu)
+
+
+def test_of_no_elements():
+    zero, negative = zeros(())
+    empty = np.zeros((0, 32), np.float32)
+    found = fp4kit.quantize(cupy.asarray(empty), "nvfp4-modelopt", tensor_amax=negative)
+    assert_same(found, fp4kit.quantize(empty, "nvfp4-modelopt", tensor_amax=zero))
+
+
+@pytest.mark.parametrize("name", all_or_few(STATIC, ("nvfp4-modelopt-static", "nvfp4-modelopt-static-fake", "mxfp4-ocp")))
+def test_of_blocks(name):
+    r, x = RECIPES[name], cupy.asarray(X)
+    given = np.abs(ordinary(1, scale_shape(X.shape, r)))
+    given[:, ::3] = 0
+    negative = cupy.asarray(np.where(given == 0, np.float32(-0.0), given))
+    options = {} if r.tensor_scaling == "none" else {"tensor_amax": given.max()}
+    values = fp4kit.fake_quantize(x, name, block_amax=negative, **options)
+    assert differing(values, fp4kit.fake_quantize(X, name, block_amax=given, **options)) == 0
+    if not r.fake_only:
+        found = fp4kit.quantize(x, name, block_amax=negative, **options)
+        assert_same(found, fp4kit.quantize(X, name, block_amax=given, **options))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-modelopt", "int8-modelopt-channel"])
+def test_of_groups(name):
+    zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
+    arrays = [X, X[:16], X[:0]]
+    amaxes = [(zero[: len(x)], negative[: len(x)]) if zero.ndim else (zero, negative) for x in arrays]
+    found = fp4kit.quantize_grouped([cupy.asarray(x) for x in arrays], name, tensor_amax=[d for _, d in amaxes])
+    for gpu, x, (amax, _) in zip(found, arrays, amaxes, strict=True):
+        assert_same(gpu, fp4kit.quantize(x, name, tensor_amax=amax))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp"])
+def test_of_shards(name):
+    """Elements of any size under block amaxes of -0."""
+    x = np.abs(X) + 1
+    amax = np.zeros(fp4kit.partial_amax(x.ravel(), x.shape, 0, name).shape, np.float32)
+    out, gpu = np.zeros((32, 256), np.uint8), cupy.asarray(np.zeros((32, 256), np.uint8))
+    fp4kit.partial_cast(x.ravel(), out, amax, x.shape, 0, name)
+    fp4kit.partial_cast(cupy.asarray(x.ravel()), gpu, cupy.asarray(-amax), x.shape, 0, name)
+    assert differing(gpu, out) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"hessian": True}], ids=["alone", "hessian"])
+def test_of_a_search(options):
+    zero, negative = zeros(())
+    x, name = X[2:], "nvfp4-modelopt-static"
+    hessian = np.broadcast_to(np.eye(16, dtype=np.float32), (32, 16, 16)).copy()
+    host, device = ({"hessian": h} if options else {} for h in (hessian, cupy.asarray(hessian)))
+    found = fp4kit.search_scales(cupy.asarray(x), name, tensor_amax=negative, **device)
+    assert differing(found, fp4kit.search_scales(x, name, tensor_amax=zero, **host)) == 0
+
+
+def test_of_a_search_of_amaxes():
+    zero, negative = zeros(())
+    found = fp4kit.search_scales(cupy.asarray(X[2:]), "fp8-modelopt", tensor_amax=negative)
+    assert differing(found, fp4kit.search_scales(X[2:], "fp8-modelopt", tensor_amax=zero)) == 0
