@@ -3,9 +3,10 @@
 quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists them.
 """
 
-import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted
+import fp4kit.startup  # first: while the others are imported, the command can be interrupted
 
 # isort: split
+import fp4kit.display.quantized  # noqa: F401  # which methods import: a process that is forked meanwhile could not
 from fp4kit.cpu.native import num_threads, set_num_threads, threads
 from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare

@@ -7,7 +7,6 @@ Floating Point (OFP8) v1.0; NVFP4 as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -16,6 +15,7 @@ import numpy as np
 from fp4kit import rounding as rounding_of
 from fp4kit.arguments import as_flag
 from fp4kit.arithmetic import ieee
+from fp4kit.lazy import lazy_property
 
 FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # of what is quantized, and of values
 FLT_MAX = np.finfo(np.float32).max
@@ -137,7 +137,7 @@ class ElementFormat:
         """Exponent of the smallest normal value; subnormals share its step."""
         return (1 if self.has_zero else 0) - self.bias
 
-    @cached_property
+    @lazy_property
     @ieee("ElementFormat.values")  # 2^-127 of E8M0 is a subnormal, and what is cached here stays
     def values(self) -> np.ndarray:
         """float32 value of every code, in code order (2**bits entries, read-only). NaN codes are NaN."""
@@ -164,7 +164,7 @@ class ElementFormat:
             magnitude[top] = np.where(mantissa[top] == 0, np.inf, np.nan)
         return np.where(codes & self.sign_bit, -magnitude, magnitude)
 
-    @cached_property
+    @lazy_property
     def magnitudes(self) -> np.ndarray:
         """Finite values of the non-negative codes, ascending; the index is the code."""
         positive = self.values[: self.sign_bit or None]
@@ -201,7 +201,7 @@ class ElementFormat:
         """Exponent of the largest finite value: floor(log2(max))."""
         return int(np.frexp(np.float64(self.max))[1]) - 1
 
-    @cached_property
+    @lazy_property
     def midpoints(self) -> np.ndarray:
         """Values half way between neighbouring magnitudes, where rounding has a tie (float64: exact)."""
         magnitudes = self.magnitudes.astype(np.float64)

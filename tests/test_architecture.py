@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
     {"startup"},
-    {"arguments", "arithmetic", "rounding"},
+    {"arguments", "arithmetic", "lazy", "rounding"},
     {"formats"},
     {"recipes"},
     {"dlpack"},
@@ -151,6 +151,13 @@ def test_importing_fp4kit_takes_less_than_300_ms():
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_attribute_is_computed_under_a_lock(path):
+    """functools.cached_property has one in Python 3.10 and 3.11, which a forked process inherits; fp4kit.lazy has none."""
+    names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert "cached_property" not in names
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_files_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
 
@@ -176,7 +183,7 @@ def undocumented(path):
     """Public functions, classes and methods without a docstring; properties are nouns, and may go without."""
 
     def explains_itself(node):
-        is_property = {"property", "cached_property"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
+        is_property = {"property", "lazy_property"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
         return ast.get_docstring(node) or is_property
 
     def public(body, prefix=""):

@@ -70,6 +70,97 @@ def test_a_forked_process_has_threads_of_its_own():
     assert found.stdout.split() == ["0"] * 3, found.stderr
 
 
+UNDER_LOAD = """
+import multiprocessing, os, signal, sys, threading, time, warnings
+import numpy as np, fp4kit
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork where there are threads
+fp4kit.set_num_threads(2)
+RECIPES = ("nvfp4-te", "mxfp4-ocp", "nvfp4-te-4over6-mae-256", "mxfp8-te", "int8-modelopt-channel", "nvfp4-modelopt-fake")
+lengths = iter(range(1, 1 << 30))
+expected = {}
+def compute(rows, name):
+    x = np.full((rows % 500 + 1, 64), 3, np.float32)
+    fp4kit.formats.ElementFormat("E4M3", 4, 3, 7, "nan").midpoints
+    found = [fp4kit.fake_quantize(x, name)]
+    if name != "nvfp4-modelopt-fake":
+        q = fp4kit.quantize(x, name)
+        found += [q.packed, fp4kit.dequantize(q)]
+        str(q)
+    return [a.tobytes() for a in found]
+def child():
+    for i, name in enumerate(RECIPES):
+        if compute(i, name) != expected[name]:
+            os._exit(1)
+    os._exit(0)
+class Forked:
+    def __init__(self):
+        self.pid, self.exitcode = os.fork() or child(), None
+    def join(self, seconds):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self.exitcode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.exitcode = os.waitstatus_to_exitcode(status) if found else None
+            time.sleep(0.01)
+def started():
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return process
+def slowly(start):
+    time.sleep(0.005)  # the threads go on
+    return start()
+for i, name in enumerate(RECIPES):
+    expected[name] = compute(i, name)
+def go_on():
+    while running:
+        for name in RECIPES:  # shapes that were not seen before go the full way
+            compute(next(lengths), name)
+running = True
+threads = [threading.Thread(target=go_on, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+children = [slowly(Forked if i % 2 else started) for i in range(20)]
+deadline = time.monotonic() + 20
+for one in children:
+    one.join(max(0.1, deadline - time.monotonic()))
+    if one.exitcode is None:
+        os.kill(one.pid, signal.SIGKILL)
+running = False
+for thread in threads:
+    thread.join()
+print(*(one.exitcode for one in children))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_process_that_is_forked_while_threads_compute():
+    """No lock is held over a fork, by which its children would wait without end."""
+    found = subprocess.run([sys.executable, "-c", UNDER_LOAD], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["0"] * 20, found.stderr
+
+
+IMPORTS = """
+import sys
+import numpy as np, fp4kit
+before = set(sys.modules)
+x = np.ones((32, 64), np.float32)
+for name in fp4kit.recipes():
+    if "int4-qat" not in name:
+        fp4kit.fake_quantize(x, name)
+for name in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-flashinfer"):
+    q = fp4kit.quantize(x, name, rounding="stochastic", seed=1)
+    str(q), repr(q), q._repr_html_(), q[16:], q.equals(q), q.dequantize(), q.to("numpy")
+fp4kit.transpose(fp4kit.quantize(x, "nvfp4-te-2d"))
+fp4kit.search_scales(x, "nvfp4-modelopt-static")
+print(*set(sys.modules) - before)
+"""
+
+
+def test_calls_import_nothing():
+    """A process that is forked while another thread imports a module waits without end if it imports that module, too."""
+    found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
+    assert (found.stdout.split(), found.stderr) == ([], "")
+
+
 @pytest.mark.parametrize("method", ["spawn", *exhaustive(["forkserver"])])
 def test_processes_of_multiprocessing(method):
     expected = in_child(4)

@@ -7,7 +7,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import Wishes
 from fp4kit.checkpoint.sweep import Sweep
 from fp4kit.cpu.native import num_threads
+from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import engine
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
@@ -54,7 +54,7 @@ class ConversionReport:
     destination: Path
     done: tuple[Done, ...]
 
-    @cached_property
+    @lazy_property
     def actions(self) -> dict[str, int]:
         """Jobs by what became of them: quantize, cast, requantize, ...; a cast or a carry that was not exact is a requantize."""
         return dict(Counter(one.action for one in self.done))
@@ -66,7 +66,7 @@ class ConversionReport:
         again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
         return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
 
-    @cached_property
+    @lazy_property
     def gains(self) -> dict[str, Losses]:
         """Layer -> errors before and after the search of its scales, of those whose scales were searched."""
         found: dict[str, Losses] = {}

@@ -11,11 +11,11 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.ggml_names import config_of
+from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf, read_gguf
 from fp4kit.storage.json_object import load_object
@@ -38,7 +38,7 @@ class Source:
     ignored: tuple[str, ...]  # safetensors files that are not part of the model
     has_index: bool
 
-    @cached_property
+    @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
         """Every tensor with its file, in the order of files and bytes."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}

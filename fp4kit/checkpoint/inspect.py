@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, existing_file, open_model_files, resolved
 from fp4kit.checkpoint.weights import Weight, looks_quantized, part_names, weights_of
+from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import read_any_header
 from fp4kit.storage.json_object import load_object
@@ -27,13 +27,13 @@ class Checkpoint:
     config: Mapping[str, Any] | None
     hf_quant_config: Mapping[str, Any] | None
 
-    @cached_property
+    @lazy_property
     def tensors(self) -> dict[str, tuple[SafetensorsFile, TensorEntry]]:
         """Every tensor with its file, by name: layer 2 before layer 10."""
         pairs = ((entry.name, (file, entry)) for file in self.files for entry in file.entries)
         return dict(sorted(pairs, key=lambda pair: natural_order(pair[0])))
 
-    @cached_property
+    @lazy_property
     def weights(self) -> dict[str, Weight]:
         """Tensor of values or codes -> weight: quantized ones of any container that is known, and plain ones."""
         return weights_of(self.tensors, self.config or {})
@@ -43,7 +43,7 @@ class Checkpoint:
         """Name -> quantized layer, or stack of them."""
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
-    @cached_property
+    @lazy_property
     def unrecognised(self) -> tuple[str, ...]:
         """Tensors that look like a part of a quantized layer, and are of no container that is known."""
         known = part_names(self.layers.values())

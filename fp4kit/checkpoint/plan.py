@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from fp4kit.checkpoint.rewrite import carried
 from fp4kit.checkpoint.rules import Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection import Decision, Wishes, check, decide
 from fp4kit.checkpoint.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
+from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -82,7 +82,7 @@ class ShardPlan:
     tensors: tuple[TensorPlan, ...]
     metadata: Mapping[str, str]
 
-    @cached_property
+    @lazy_property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """All tensors of the file."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)

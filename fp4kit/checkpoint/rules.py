@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.checkpoint import ggml_names
+from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
@@ -93,16 +94,16 @@ class Candidate:
     shape: tuple[int, ...]
     model: Model
 
-    @cached_property
+    @lazy_property
     def parts(self) -> tuple[str, ...]:
         return tuple(self.module.split("."))
 
-    @cached_property
+    @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
         """What each of parts says."""
         return tuple(map(_role, self.parts))
 
-    @cached_property
+    @lazy_property
     def is_stack(self) -> bool:
         """Whether it is a stack of experts of a form that can be converted."""
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
@@ -120,7 +121,7 @@ class Candidate:
         """Return the first part of this role, or None."""
         return self.parts[self.roles.index(role)] if role in self.roles else None
 
-    @cached_property
+    @lazy_property
     def _layer_at(self) -> int | None:
         """Where the number of its layer is in parts: behind the first of _LAYER_LISTS that a number follows."""
         for at, part in enumerate(self.parts[1:], 1):
@@ -147,7 +148,7 @@ class Candidate:
         beyond = self.parts[at - 1] == "layers" and "encoder" not in self.parts[:at]
         return ".".join(self.parts[: at + 1]) if beyond else None
 
-    @cached_property
+    @lazy_property
     def kind(self) -> Kind:
         """What presets go by. Experts and attention come before the MLPs whose parts they are named like."""
         if "experts" in self.roles:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from fp4kit.checkpoint.job import SEARCHED
 from fp4kit.checkpoint.manifest import file_digest
 from fp4kit.checkpoint.reading import Readers
 from fp4kit.checkpoint.weights import Located, Weight
+from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
@@ -36,7 +36,7 @@ class ColumnWeights:
     file: SafetensorsFile = field(repr=False)
     sha256: str
 
-    @cached_property
+    @lazy_property
     def places(self) -> Mapping[str, Located]:
         """Name -> tensor; the rest of the header is not carried along."""
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})

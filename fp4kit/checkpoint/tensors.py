@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +21,7 @@ from fp4kit.checkpoint.selection import Decision, Wishes, decide
 from fp4kit.checkpoint.weights import Weight, has_turned_stacks, stack_shape
 from fp4kit.interop import to_device
 from fp4kit.layouts import pack_mlx
+from fp4kit.lazy import lazy_property
 from fp4kit.libraries import library_of, torch_arrays
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
@@ -56,18 +56,18 @@ class Rules:
         mlx.check(self.form, self.config, ())  # what cannot be written is refused here
         check_input_scale(self.form, self.input_scale is not None)
 
-    @cached_property
+    @lazy_property
     def form(self) -> Container:
         """What is written."""
         found = Request(self.recipe, self.format, self.wishes, self.input_scale).form_for(self.config)
         assert found is not None
         return found
 
-    @cached_property
+    @lazy_property
     def _facts(self) -> Any:
         return model_facts(self.config)
 
-    @cached_property
+    @lazy_property
     def _wishes(self) -> Wishes:
         return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from os.path import lexists
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from fp4kit.checkpoint.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.soundness import Issue, loader_issues, stored_issues, strange_tensors
 from fp4kit.checkpoint.statistics import Tally, total
 from fp4kit.checkpoint.weights import Located, Weight, located
+from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.data import from_data
 from fp4kit.storage.errors import shown
@@ -85,7 +85,7 @@ class VerifyReport:
     changed: tuple[tuple[str, int], ...]
     issues: tuple[Issue, ...]
 
-    @cached_property
+    @lazy_property
     def total(self) -> Tally:
         """Of all layers."""
         return total(layer.tally for layer in self.layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from operator import attrgetter
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +15,12 @@ FINDERS = 8  # thread blocks of a cluster, which find the amax of a small array 
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 
+_NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "signed", "has_zero")
+
+
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
     """Whether two formats have the same numbers under the same codes, whatever they are called."""
-    return replace(a, name=b.name) == b
+    return bool(_NUMBERS(a) == _NUMBERS(b))
 
 
 def format_struct(f: ElementFormat, name: str) -> str:

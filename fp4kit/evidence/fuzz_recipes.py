@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8
+from fp4kit.lazy import lazy_property
 from fp4kit.recipes import RECIPES, Recipe, rules
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
@@ -34,7 +34,7 @@ class Variant:
     id: str
     changes: tuple[tuple[str, Any], ...] = ()
 
-    @cached_property
+    @lazy_property
     def recipe(self) -> Recipe:
         """The Recipe; raises what Recipe raises."""
         base = RECIPES[self.id]

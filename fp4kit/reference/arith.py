@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import encodings.cp437  # noqa: F401  # np.load imports it and zipfile, and a fork meanwhile leaves an import lock held
+import zipfile  # noqa: F401
 from functools import cache
-from importlib import resources
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -54,8 +56,8 @@ def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
 def reciprocal_table() -> np.ndarray:
     """The measured differences of rcp.approx.ftz.f32, by significand."""
     # int8 [2^23]: rcp.approx.ftz.f32 of 1.m minus the correctly rounded reciprocal, in ulp; measured on an H200 (sm_90).
-    with resources.files("fp4kit.reference").joinpath("rcp_approx_sm90.npz").open("rb") as file:
-        return np.load(file)["delta"]
+    with np.load(Path(__file__).with_name("rcp_approx_sm90.npz")) as file:
+        return np.asarray(file["delta"])
 
 
 def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:

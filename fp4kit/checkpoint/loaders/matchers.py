@@ -12,10 +12,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
-from functools import cached_property
 from typing import Literal
 
 from fp4kit.checkpoint.sharing import join_module, split_module
+from fp4kit.lazy import lazy_property
 
 _QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _MLA_PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
@@ -42,24 +42,24 @@ def container_of(module: str) -> str | None:
 class Patterns(tuple[str, ...]):
     """An exclusion list that remembers what was made of it: predicates take any sequence, and this one quickly."""
 
-    @cached_property
+    @lazy_property
     def names(self) -> frozenset[str]:
         return frozenset(self)
 
-    @cached_property
+    @lazy_property
     def of_experts(self) -> tuple[str, ...]:
         return tuple(pattern for pattern in self if "experts" in pattern)
 
-    @cached_property
+    @lazy_property
     def mla_leaves(self) -> frozenset[str]:
         return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
 
-    @cached_property
+    @lazy_property
     def with_and_without_model(self) -> Patterns:
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 
-    @cached_property
+    @lazy_property
     def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
         return {}
 

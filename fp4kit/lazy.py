@@ -1,0 +1,31 @@
+"""Attributes that are computed when they are first read, without a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, overload
+
+T = TypeVar("T")
+
+
+class lazy_property(Generic[T]):  # it is written as property is
+    """Turn a method without arguments into an attribute that is computed at its first access, and then kept.
+
+    In Python 3.10 and 3.11, functools.cached_property computes under a lock, one for all instances of a class. A process that
+    is forked meanwhile inherits that lock, and no thread there releases it. This decorator takes no lock: threads that meet
+    each compute the value, and all of them get the value that was stored first.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> lazy_property[T]: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> T: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else instance.__dict__.setdefault(self.name, self.compute(instance))
