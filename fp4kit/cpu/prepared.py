@@ -106,16 +106,12 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     like = _like(call, packed[-1], 0 if scales is None else scales[-1])
     if like is None:
         return None
-    access, tensors = access_to(x), (tensor_amax_shape(shape, r), _FLOAT32) if like.tensor >= 0 else None
-    wanted = {
-        "packed": (packed, _UINT8),
-        "block_scale": None if scales is None else (scales, _UINT8),
-        "tensor_scale": tensors,
-        "tensor_amax": tensors,
-    }
-    new = {name: access.maker(*facts, False) for name, facts in wanted.items() if facts is not None}
+    access, tensors = access_to(x), tensor_amax_shape(shape, r) if like.tensor >= 0 else None
+    shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
+    codes = ("packed", "block_scale")
+    new = {name: access.maker(made, _UINT8 if name in codes else _FLOAT32, False) for name, made in shapes.items() if made is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
-    fields |= {name: None for name in wanted if name not in new}
+    fields |= {name: None for name in shapes if name not in new}
     return QuantizeCall(*like, call.x.size, access, new, fields, functions().fp4kit_quantize)
 
 
@@ -205,7 +201,8 @@ def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
         return None
     call.row_step, call.block_step = {"row": (1, 0), "block": (tensors // len(flat), 1)}.get(r.tensor_scaling, (0, 0))
     access = access_to(like)
-    return DequantizeCall(call, access, access.maker(q.moved_shape, values.dtype, True), q.axis, values.size, are_looked_up(r), found)
+    new = access.maker(q.moved_shape, values.dtype, True)
+    return DequantizeCall(call, access, new, q.axis, values.size, are_looked_up(r), found)
 
 
 def _goes_the_full_way(*arguments: Any) -> None:
