@@ -19,6 +19,7 @@ from fp4kit.checkpoint.files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.formats.configs import declarations
 from fp4kit.checkpoint.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.journal import Journal, key_of, request_facts, source_facts
+from fp4kit.checkpoint.leftovers import done_before, remove_leftovers
 from fp4kit.checkpoint.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.planned import jobs_of
@@ -138,10 +139,13 @@ class Options:
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
     """Raise CheckpointError for all that can be refused before work: the destination, what is left there, the space.
 
-    removes: what is left there is removed before, if that can be done.
+    removes: what is left there is removed before, if that can be done. With ``resume``, a destination is no error if the run
+    that is to be resumed had finished it.
     """
     target = Path(destination)
     _check_name(plan, target)
+    if resume and finished_before(plan, target) is not None:
+        return
     staging.check_destination(plan.source.root, target)
     if not removes or staging.removable(target) is None:
         staging.check_partial(target, resume)
@@ -160,12 +164,23 @@ def _check_name(plan: Plan, target: Path) -> None:
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
     """Execute ``plan`` into the new directory ``destination``; see convert."""
     options, target = options or Options(), Path(destination)
+    done = finished_before(plan, target) if options.resume else None
+    remove_leftovers(target)
+    if done is not None:
+        return ConversionReport(plan, target, done)
     check(plan, target, options.resume)
     if options.executor is not None:
         return ConversionReport(plan, target, _execute(plan, target, options))
     with ReadingAhead(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
         start_devices(options.devices, options.executor)
         return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
+
+
+def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
+    """Return what a run of this plan did that was killed when its result had its name already. None if there was no such run."""
+    found = done_before(target, key_of(plan.source, plan.request))
+    keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
+    return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
@@ -190,8 +205,12 @@ def _check_planned(plan: Plan) -> None:
 
 def bytes_to_read(plan: Plan) -> int:
     """Bytes that execution reads from tensors: those that are measured first are read twice."""
-    nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
-    return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, nowhere))
+    return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, _nowhere(plan)))
+
+
+def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
+    """Return places for the outputs of a plan whose jobs are only looked at."""
+    return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
 
 def bytes_to_write(plan: Plan) -> int:

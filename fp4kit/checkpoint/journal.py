@@ -63,6 +63,8 @@ def key_of(source: Source, request: Request) -> str:
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
+_LONGEST_KEY = 1 << 10  # bytes of the first line, which holds a SHA-256
+
 
 class Journal:
     """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
@@ -132,6 +134,13 @@ class Journal:
     def note_done(self, found: Done) -> None:
         """A job wrote its bytes."""
         self._write({"done": list(found)})
+
+
+def key_of_lines(path: Path) -> str | None:
+    """Return the key of the run that wrote a journal; None if it does not begin with one."""
+    with path.open("rb") as file:
+        key = _parsed(file.readline(_LONGEST_KEY)).get("key")
+    return key if isinstance(key, str) else None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

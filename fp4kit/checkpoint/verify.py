@@ -17,6 +17,7 @@ from fp4kit.checkpoint.formats.container import CODES, INPUT_SCALE, SCALES, TENS
 from fp4kit.checkpoint.inspect import Checkpoint
 from fp4kit.checkpoint.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.journal import source_facts
+from fp4kit.checkpoint.leftovers import leftovers_of
 from fp4kit.checkpoint.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.reading import Readers, tensor_scale_of
 from fp4kit.checkpoint.reencode import Check, Checked, Settings
@@ -133,7 +134,9 @@ def verify(
     options: Options | None = None,
     search: ScaleSearch | None = None,
 ) -> VerifyReport:
-    """Return what is wrong with the checkpoint in the directory ``destination``.
+    """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
+
+    Files that a killed run left in a finished directory, or beside a finished file, are errors, too.
 
     source: the model that it was made of. Every layer is then made anew from it, under the tensor amax of the group that shares a
         tensor scale, as it is measured there; each byte is compared, and the errors of the values are counted.
@@ -286,6 +289,7 @@ def _report(
         layers = tuple(_layer(of_layer[name], readers) for name in order)
     parts = (line.rpartition(": ") for line in told or ())
     issues = [Issue("error", name, text) for name, _, text in parts]
+    issues += [Issue("error", path.name, _LEFT) for path in leftovers_of(prepared.root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [Issue("error", one.check.stored.name, f"cannot be made anew: {shown(one.error)}") for one in found if one.error]
@@ -298,6 +302,9 @@ def _report(
         tuple(dict.fromkeys(layer.format for layer in layers)), "none" if told is None else "differs" if told else "equal",
         layers, len(prepared.copies), tuple(changed), tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
     )  # fmt: skip
+
+
+_LEFT = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
 
 
 def _layer(members: Sequence[Checked], readers: Readers) -> LayerReport:

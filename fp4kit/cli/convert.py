@@ -18,12 +18,14 @@ from fp4kit.checkpoint.convert import (
     bytes_to_write,
     check,
     execute,
+    finished_before,
     memory_per_process,
 )  # fmt: skip
 from fp4kit.checkpoint.demo import demo_source
 from fp4kit.checkpoint.execution import cluster
 from fp4kit.checkpoint.formats.configs import ALL_FORMATS
 from fp4kit.checkpoint.job import NONFINITE
+from fp4kit.checkpoint.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.plan import Plan, make_plan
 from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.selection import PRESETS, Wishes
@@ -142,6 +144,8 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     plan = _plan(args)
     if args.remove_stale:
         _remove_stale(args, destination, out)
+    elif not args.dry_run and not (args.resume and finished_before(plan, destination)):
+        _remove_leftovers(destination, out)
     check(plan, destination, args.resume, args.remove_stale)
     if args.dry_run:
         out.document("convert.plan/1", _plan_body(plan, destination))
@@ -157,11 +161,19 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove what an interrupted run left, or say so in a dry run; returns what was removed."""
-    found = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
-    if found is not None:
-        out.note(f"{'would remove' if args.dry_run else 'removed'} {shown(str(found))}, which an interrupted run left")
-    return [] if found is None or args.dry_run else [found]
+    """Remove what an interrupted run left, or say so in a dry run. Return what was removed."""
+    found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
+    partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
+    found += [partial] if partial is not None and partial not in found else []
+    for path in found:
+        out.note(f"{'would remove' if args.dry_run else 'removed'} {shown(str(path))}, which an interrupted run left")
+    return [] if args.dry_run else found
+
+
+def _remove_leftovers(destination: Path, out: Output) -> None:
+    """Remove what a run left in a destination that it had finished."""
+    for path in remove_leftovers(destination):
+        out.note(f"removed {shown(str(path))}, which a run left that was killed when it had finished")
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -1,7 +1,8 @@
 """SIGKILL at points of a conversion: kill_points.py SOURCE FOLDER POINTS SEED. Prints how the runs ended.
 
 A child kills itself at the n-th call of a C function since it began to convert: half of the points are any call, half are of the
-system. After each: the source is as it was; what has the destination's name is the whole result; going on gives the same bytes.
+system. After each: the source is as it was; what has the destination's name is the whole result, and what is left
+in it is tidied up by going on; going on gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.convert import Options, convert, execute
+from fp4kit.checkpoint.leftovers import leftovers_of
 from fp4kit.checkpoint.manifest import differences, file_digest, names_in
 from fp4kit.checkpoint.plan import Plan, make_plan
 
@@ -60,6 +62,9 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
     """What a killed run left; then it is finished."""
     partial = staging.partial_of(out)
     if out.exists():
+        if leftovers_of(out):
+            convert(out.parent / "m", out, options=Options(resume=True))
+        assert not [path.name for path in out.iterdir() if path.name.startswith(".")], "not tidied up"
         assert files_of(out) == whole and not partial.exists(), "not whole under its name"
         return "whole"
     if not partial.exists():

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf_files
 import pytest
 import synthetic
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import sharing, staging
+from fp4kit.checkpoint import convert, sharing, staging
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,115 @@ def test_directories_of_live_processes_are_let_alone(model: Path, tmp_path: Path
             run = called("convert", *arguments)
             assert run.code == 2 and "another run is writing to it" in run.err and stage.folder.is_dir()
             assert "is left" not in run.err  # nor that it may be removed
+
+
+AFTER = ("os.rename", ".partial")  # of the result, to its name
+KINDS = ("directory", "file")
+RECIPE = {"directory": (), "file": ("--recipe", "mxfp4-gguf")}
+MOMENTS = [("directory", 2, {".journal.jsonl", ".lock"}), ("directory", 3, {".lock"}), ("file", 2, {".out.gguf.partial"})]
+
+
+def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
+    """A source, and what a run made of it that was killed right after that had its name."""
+    source, out = (folder / "m.gguf", folder / "out.gguf") if kind == "file" else (folder / "m", folder / "out")
+    if kind == "file":
+        gguf_files.write_model(source)
+    else:
+        synthetic.bert(source)
+    run = signalled(folder, event, signal.SIGKILL, "convert", *RECIPE[kind], source, out, after=AFTER)
+    assert run.code == -signal.SIGKILL and out.exists()
+    return source, out
+
+
+def left(out: Path) -> set[str]:
+    """Hidden files in a result, and what is hidden beside it."""
+    inside = out.iterdir() if out.is_dir() else ()
+    return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
+
+
+@pytest.mark.parametrize(("kind", "event", "names"), MOMENTS)
+def test_killed_when_finished(tmp_path: Path, called: Callable[..., Run], kind: str, event: int, names: set[str]) -> None:
+    """verify names what is left, and --remove-stale removes it, which --dry-run only says."""
+    _, out = finished(tmp_path, kind, event)
+    assert left(out) == names
+    run = called("verify", out)
+    said = "was left by a run that was killed when it had finished; fp4kit convert --remove-stale removes it"
+    assert run.code == 1 and said in run.out and all(name in run.out for name in names)
+    run = called("convert", "--remove-stale", "--dry-run", out)
+    assert run.code == 0 and all(f"would remove {place(out, name)}, which" in run.err for name in names) and left(out) == names
+    run = called("convert", "--remove-stale", out, "--json")
+    assert run.code == 0 and {*json.loads(run.out)["removed"]} == {str(place(out, name)) for name in names}
+    assert not left(out) and called("verify", out).code == 0
+    assert called("convert", "--remove-stale", out) == (0, "", "")
+
+
+def bytes_of(out: Path) -> object:
+    """What a result holds, but for hidden files."""
+    return {name: data for name, data in content(out).items() if name[0] != "."} if out.is_dir() else out.read_bytes()
+
+
+def test_converting_again_in_python(model: Path, tmp_path: Path) -> None:
+    out = convert(model / "m", tmp_path / "out").destination
+    (out / staging.LOCK).touch()
+    with synthetic.refused(f"{out}: exists"):
+        convert(model / "m", out)
+    assert not left(out)
+
+
+def place(out: Path, name: str) -> Path:
+    return out / name if out.is_dir() else out.parent / name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], kind: str) -> None:
+    """Nothing is left to do but to tidy up, if source and options are the same; else the destination is in the way."""
+    source, out = finished(tmp_path, kind)
+    whole = bytes_of(out)
+    assert called("convert", *RECIPE[kind], "--resume", "--dry-run", source, out).code == 0 and left(out)
+    run = called("convert", *RECIPE[kind], "--resume", source, out, "--json")
+    assert run.code == 0 and not left(out) and json.loads(run.out)["actions"]["quantize"] > 0
+    assert bytes_of(out) == whole
+    run = called("convert", *RECIPE[kind], "--resume", source, out)
+    assert run.code == 2 and f"{out}: exists; name a new directory" in run.err
+
+
+@pytest.mark.parametrize("extra", [(), ("--resume", "--nonfinite", "keep"), ("--remove-stale",)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_converting_again_what_was_finished(
+    tmp_path: Path, called: Callable[..., Run], kind: str, extra: tuple[str, ...]
+) -> None:
+    """It exists, which is an error, and is tidied up before."""
+    source, out = finished(tmp_path, kind)
+    run = called("convert", *RECIPE[kind], source, out, *extra)
+    assert run.code == 2 and f"{out}: exists; name a new directory" in run.err and out.exists() and not left(out)
+
+
+def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Callable[..., Run]) -> None:
+    """Between the rename and the removal of its journal, it holds its lock."""
+    _, out = finished(tmp_path, "directory")
+    descriptor = os.open(out / staging.LOCK, os.O_RDWR)
+    staging.fcntl.flock(descriptor, staging.fcntl.LOCK_EX)
+    assert called("verify", out).code == 0 and called("convert", "--remove-stale", out).code == 0
+    assert left(out) == {".journal.jsonl", ".lock"}
+    os.close(descriptor)
+    assert called("verify", out).code == 1
+
+
+def test_hidden_files_of_others_stay(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
+    """No lock that holds something, no journal of another kind, no link, and nothing in a directory without a manifest."""
+    out = tmp_path / "out"
+    assert called("convert", model / "m", out).code == 0
+    (out / staging.LOCK).write_text("mine")
+    (out / staging.JOURNAL).write_text('{"mine": 1}\n')
+    assert called("convert", "--remove-stale", out) == (0, "", "") and called("verify", out).code == 0
+    (out / staging.LOCK).unlink()
+    (tmp_path / "empty").touch()
+    (out / staging.LOCK).symlink_to(tmp_path / "empty")
+    assert called("convert", "--remove-stale", out) == (0, "", "")
+    (out / staging.LOCK).unlink()
+    (out / staging.LOCK).touch()
+    (out / "fp4kit_manifest.json").unlink()
+    assert called("convert", "--remove-stale", out) == (0, "", "") and left(out) == {".lock", ".journal.jsonl"}
 
 
 def test_published_is_what_this_process_renamed(tmp_path: Path) -> None:
