@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from engine_cases import agree
 from host.cases_variants import TE_CODES, blocks_at_ties
 
 import fp4kit
@@ -58,3 +59,38 @@ def test_nan_saturates_before_any_rounding(rounding):
     x[0, 3:5] = np.nan, -np.nan
     assert fp4kit.quantize(x, "mxfp8-flashinfer", **rounding).packed[0, 3:5].tolist() == [E4M3.max_code] * 2
     assert fp4kit.quantize(x, "mxfp8-te", **rounding).packed[0, 3:5].tolist() == [E4M3.nan_code] * 2
+
+
+def test_qwix_multiplies_by_rounded_reciprocals():
+    """Elements at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large: ties go up, as in XLA."""
+    x = np.float32(1.875) * np.array([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5] * 2], np.float32)
+    q = agree(fp4kit.quantize, x, "nvfp4-qwix")
+    assert fp4kit.unpack(q.packed)[0, :8].tolist() == [7, 0, 2, 3, 4, 5, 6, 7]
+    assert fp4kit.recipe("nvfp4-qwix-float16") is fp4kit.recipe("nvfp4-qwix")
+
+
+# Bytes that qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch 2.13) gave for amaxes beside max * 2^k.
+BESIDE_POWERS = [
+    ("mxfp4-te", np.float32, 6 * 2.0**-60, {-1: 67, 0: 67, 3: 67, 14: 67, 30: 68}),
+    ("mxfp4-qwix", np.float32, 6 * 2.0**-8, {-1: 119, 0: 119, 1: 119, 2: 120}),
+    ("mxfp4-qwix", np.float16, 6 * 2.0**13, {1: 140, 2: 141, 3: 141, 5: 141}),
+    ("mxfp8-qwix", np.float32, 448 * 2.0**-8, {-1: 119, 0: 119, 1: 119, 2: 120}),
+]
+
+
+@pytest.mark.parametrize("name, dtype, amax, codes", BESIDE_POWERS)
+def test_scales_beside_powers_of_two(name, dtype, amax, codes):
+    bits = np.dtype(f"i{np.dtype(dtype).itemsize}")
+    x = np.zeros((len(codes), 32), dtype)
+    x[:, 7] = (np.array(amax, dtype).view(bits) + np.array(list(codes), bits)).view(dtype)
+    assert agree(fp4kit.quantize, x, name).block_scale[:, 0].tolist() == list(codes.values())
+
+
+def test_quotients_of_sglang_underflow_in_the_dtype():
+    """Every zero has code 8 there: a quotient of 3e-8 is 2^-25, half of the least float16, which rounds to 0."""
+    x = np.zeros((1, 32), np.float16)
+    x[0, :2] = 6 * 2.0**12, 2.0**-13
+    for dtype, code in ((np.float16, 8), (np.float32, 0)):
+        q = agree(fp4kit.quantize, x.astype(dtype), "mxfp4-sglang-util")
+        assert q.block_scale.tolist() == [[139]]
+        assert fp4kit.unpack(q.packed)[0, :3].tolist() == [7, code, 8]

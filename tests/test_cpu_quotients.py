@@ -11,7 +11,7 @@ from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE
-DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark", "nvfp4-qwix")
+DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark")
 FULL = float(E2M1.max * E4M3.max)
 AWAY = (-2, -1, 0, 1, 2)  # in steps of the dtype
 MOST_ELEMENTS = 1 << 14  # from which on the engine has multipliers

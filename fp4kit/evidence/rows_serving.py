@@ -81,5 +81,4 @@ def _others(row: Callable[..., Any]) -> Rows:
     for name in ("mxfp4", "mxfp8"):
         yield row(f"{name}-deepgemm", "deepgemm", name)
         yield row(f"{name}-qwix", "qwix", name)
-    for dtype, name in (("f32", ""), ("bf16", ""), ("f16", "-float16")):
-        yield row(f"nvfp4-qwix{name}", "qwix", "nvfp4", inputs=f"__{dtype}")
+    yield row("nvfp4-qwix", "qwix", "nvfp4")

@@ -67,7 +67,7 @@ def _mx() -> Iterator[Recipe]:
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
     return of_format(
-        fmt, id, block_rule="e8m0_te_reference", fake_only=True, fake_rule="mx_modelopt",
+        fmt, id, block_rule="e8m0_modelopt", fake_only=True, fake_rule="mx_modelopt",
         source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert", exact="its values; NaN elements are undefined there",
     )  # fmt: skip
 

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from fp4kit.formats import MXFP4, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.1.8", "0.1.8")
-_MX = "its codes: logarithms and quotients in the dtype of the elements, a scale below the root of its smallest normal is 1"
+_COMMON = "XLA on a CPU multiplies by rounded reciprocals where qwix divides; a scale below 2^-63 (2^-7 for float16) is 1"
+_MX = f"its codes: logarithms in the dtype of the elements; {_COMMON}"
 
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
-    nvfp4 = of_format(
-        NVFP4, "nvfp4-qwix", tensor_scaling="none", block_rule="qwix", apply="divide", round_scaled=True, nan_code=8,
-        amax_nan="propagate", source="qwix 0.1.8", exact="its codes of float32 and bfloat16, of one level",
-    )  # fmt: skip
-    yield nvfp4
-    yield replace(
-        nvfp4, id="nvfp4-qwix-float16", block_rule="qwix_float16", apply="multiply",
-        exact="its codes of float16, which XLA on a CPU multiplies with rounded reciprocals; a scale below 2^-7 is 1",
+    yield of_format(
+        NVFP4, "nvfp4-qwix", tensor_scaling="none", block_rule="qwix", round_scaled=True, nan_code=8, amax_nan="propagate",
+        source="qwix 0.1.8", exact=f"its codes: {_COMMON}",
     )  # fmt: skip
     yield of_format(
         MXFP4, "mxfp4-qwix", block_rule="e8m0_qwix", round_scaled=True, nan_code=8, amax_nan="propagate", source="qwix 0.1.8",

@@ -55,9 +55,13 @@ RECIPES: dict[str, Recipe] = _table()
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
 
 # Two names, one rule.
-ALIASES = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te", "mxfp4-torchao-floor": "mxfp4-ocp"} | {
-    alias.id: alias.of for alias in PRODUCER_ALIASES.values()
-}
+ALIASES = {
+    "nvfp4": "nvfp4-te",
+    "mxfp4": "mxfp4-ocp",
+    "mxfp8": "mxfp8-te",
+    "mxfp4-torchao-floor": "mxfp4-ocp",
+    "nvfp4-qwix-float16": "nvfp4-qwix",
+} | {alias.id: alias.of for alias in PRODUCER_ALIASES.values()}
 
 
 def recipes() -> tuple[str, ...]:
@@ -65,7 +69,7 @@ def recipes() -> tuple[str, ...]:
 
     >>> import fp4kit
     >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (133, 'nvfp4-te')
+    (132, 'nvfp4-te')
     """
     return tuple(RECIPES)
 

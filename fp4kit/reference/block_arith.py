@@ -29,11 +29,19 @@ def exponent_up(x: np.ndarray) -> np.ndarray:
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
 
-def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, by_reciprocal: bool) -> np.ndarray:
-    """T(amax / max), or T(amax * T(1 / max)), as XLA on a CPU divides float16; 1 below the root of T's smallest normal.
+def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
+    """Return 1 / x rounded to float16 for float16 elements, to float32 for float32 and bfloat16.
 
-    That is 2^-63, but 2^-7 of float16, whose smallest normal is 2^-14: there an amax below 0.047 has scale 1.
+    qwix divides, but XLA on a CPU multiplies by this reciprocal instead. It computes bfloat16 in float32.
     """
-    largest = recipe.element.max
-    scale = round_to(amax * round_to(ONE / largest, dtype) if by_reciprocal else amax / largest, dtype)
+    inverse = np.divide(ONE, x)
+    return round_to(inverse, dtype) if dtype == np.float16 else inverse
+
+
+def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return T(amax * reciprocal(max)), T the input dtype, or 1 where that is below the root of T's smallest normal.
+
+    That root is 2^-63. For float16, whose smallest normal is 2^-14, it is 2^-7: an amax of E2M1 below 0.047 has scale 1.
+    """
+    scale = round_to(amax * qwix_reciprocal(recipe.element.max, dtype), dtype)
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)

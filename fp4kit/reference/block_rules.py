@@ -173,8 +173,8 @@ def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
 
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """ceil to a power of two of amax / max (a division), clamped to 2^127. Source: TE reference quantizer, pow_2_scales."""
-    return encode_e8m0(amax / recipe.element.max, "rp")
+    """Return e8m0_modelopt's code, but 255 for NaN. Source: TE reference_nvfp4.py cast_to_e8, of pow_2_scales."""
+    return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
 
 def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
-from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_scale
+from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TensorScale, round_to
 from fp4kit.rounding import exponent_field
@@ -196,11 +196,17 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """2^ceil(T(T(log s) / T(log 2))), s of qwix_scale, which float16 has by the reciprocal; inf and NaN -> NaN. Source: qwix."""
-    scale = qwix_scale(amax, recipe, dtype, dtype == np.float16)
+    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 where s is inf or NaN.
+
+    Exact: XLA's vectors compute log by a polynomial, single elements by libm. Neither is correctly rounded, as this log is, but
+    every s gives the same exponent with all three.
+    Source: qwix 0.1.8, as XLA on a CPU computes it.
+    """
+    scale = qwix_scale(amax, recipe, dtype)
+    log_of_2 = round_to(np.float32(np.log(2)), dtype)
     with np.errstate(all="ignore"):
         logarithm = round_to(np.log(scale.astype(np.float64)).astype(np.float32), dtype)
-        exponent = np.ceil(round_to(logarithm / round_to(np.float32(np.log(2)), dtype), dtype))
+        exponent = np.ceil(round_to(logarithm * qwix_reciprocal(log_of_2, dtype), dtype))
     return np.where(np.isfinite(scale), _clipped(exponent), np.uint8(255))
 
 

@@ -7,9 +7,9 @@ import numpy as np
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz, reciprocal_or_zero
-from fp4kit.reference.block_arith import decode_scale, qwix_scale
+from fp4kit.reference.block_arith import decode_scale, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import encode
-from fp4kit.reference.scaling import TensorScale, round_to
+from fp4kit.reference.scaling import TensorScale
 
 QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
 NAN = np.float32(np.nan)
@@ -95,17 +95,10 @@ factor_fouroversix_4 = factor_fouroversix
 
 
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(T(amax / 6)), 1 for a quotient below 2^-63 (see qwix_scale). Source: qwix, float32 and bfloat16."""
-    return encode(qwix_scale(amax, recipe, dtype, False), E4M3)
+    """Return E4M3(qwix_scale): one level, no tensor scale. Source: qwix 0.1.8, as XLA on a CPU computes it."""
+    return encode(qwix_scale(amax, recipe, dtype), E4M3)
 
 
-def code_qwix_float16(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(T(amax * T(1 / 6))), 1 for a product below 2^-7 of float16. Source: qwix, as XLA on a CPU divides float16."""
-    return encode(qwix_scale(amax, recipe, dtype, True), E4M3)
-
-
-def factor_qwix_float16(
-    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
-) -> np.ndarray:
-    """T(1 / scale), likewise."""
-    return round_to(ONE / decode_scale(codes), dtype)
+def factor_qwix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the reciprocal of the scale, rounded as qwix_reciprocal says."""
+    return qwix_reciprocal(decode_scale(codes), dtype)

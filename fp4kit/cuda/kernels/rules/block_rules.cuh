@@ -18,11 +18,14 @@ struct by_code_or_zero {
   FP4KIT_DEVICE float of_block(float amax, float factor) { return magnitude_of(amax) < kFltMin ? 0.0f : factor; }
 };
 
-// amax / max in the input type, as XLA on a CPU divides, by reciprocal or not; 1 below the root of the type's smallest normal.
-template <class R, class In, bool kByReciprocal>
+// 1 / x rounded to float16 for float16 elements, to float32 for float32 and bfloat16: XLA on a CPU multiplies by it.
+template <class In>
+FP4KIT_DEVICE float qwix_reciprocal(float x) { return In::kMantissaBits == 10 ? round_to<In>(1.0f / x) : 1.0f / x; }
+
+// amax * reciprocal(max), rounded to the input type; 1 below the root of the type's smallest normal.
+template <class R, class In>
 FP4KIT_DEVICE float qwix_scale(float amax) {
-  const float max = max_of<typename R::Element>();
-  const float scale = round_to<In>(kByReciprocal ? amax * round_to<In>(1.0f / max) : amax / max);
+  const float scale = round_to<In>(amax * qwix_reciprocal<In>(max_of<typename R::Element>()));
   return scale < (In::kMantissaBits == 10 ? 0x1p-7f : 0x1p-63f) ? 1.0f : scale;
 }
 

@@ -49,11 +49,6 @@ struct block_e8m0_te : inverse_factor {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return rceil<R>(amax); }
 };
 
-struct block_e8m0_te_reference : inverse_factor {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return encode_e8m0_rp(amax / max_of<typename R::Element>()); }
-};
-
 // t = amax * rcp(max), flushed; code 254 has the subnormal inverse 2^-127, which ftz makes 0.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
@@ -69,13 +64,20 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
+FP4KIT_DEVICE float float32_log2(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
+
 struct block_e8m0_modelopt : inverse_factor {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / max_of<typename R::Element>();
-    const float exponent = ratio > 0.0f ? ceilf(static_cast<float>(log2(static_cast<double>(ratio)))) : -127.0f;
+    const float exponent = ratio > 0.0f ? ceilf(float32_log2(ratio)) : -127.0f;
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
   }
+};
+
+struct block_e8m0_te_reference : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return is_nan(amax) ? 255u : block_e8m0_modelopt::code<R, In>(amax, t); }
 };
 
 struct block_e8m0_compressed_tensors : inverse_factor {

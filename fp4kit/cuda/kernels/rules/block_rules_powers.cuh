@@ -9,8 +9,6 @@ struct by_amax {
   FP4KIT_DEVICE float of_block(float amax, float factor) { return factor; }
 };
 
-FP4KIT_DEVICE float float32_log2(float x) { return static_cast<float>(log2(static_cast<double>(x))); }
-
 // The code of 2^exponent; 0 for NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
@@ -170,10 +168,10 @@ struct block_e8m0_qwix : by_amax {
   static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float scale = qwix_scale<R, In, In::kMantissaBits == 10>(amax);
+    const float scale = qwix_scale<R, In>(amax);
     if (!is_finite(scale)) return 255u;
     const float logarithm = round_to<In>(static_cast<float>(log(static_cast<double>(scale))));
-    return clipped_exponent(ceilf(round_to<In>(logarithm / round_to<In>(0.69314718f))));
+    return clipped_exponent(ceilf(round_to<In>(logarithm * qwix_reciprocal<In>(round_to<In>(0.69314718f)))));
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {

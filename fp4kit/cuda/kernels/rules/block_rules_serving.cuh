@@ -87,18 +87,8 @@ struct block_qwix : by_code {
   static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(qwix_scale<R, In, false>(amax));
+    return encode_scale<R>(qwix_scale<R, In>(amax));
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
-};
-
-struct block_qwix_float16 : by_code {
-  static constexpr bool kReadsInput = true;
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(qwix_scale<R, In, true>(amax));
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return round_to<In>(1.0f / decode_scale<R>(code)); }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return qwix_reciprocal<In>(decode_scale<R>(code)); }
 };
