@@ -15,7 +15,7 @@ from fp4kit.evidence.live import draw, run
 from fp4kit.evidence.live.adapter import DTYPES, Call
 from fp4kit.evidence.live.compare import PARTS, compare
 from fp4kit.evidence.live.exceptions import block_amax
-from fp4kit.evidence.live.producers import WITHOUT
+from fp4kit.evidence.live.producers import NAMES, WITHOUT
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
 from fp4kit.formats import bit_patterns
@@ -169,6 +169,17 @@ def test_programs_hold_every_bit(tmp_path):
 
 
 # ---- which producers and recipes run ------------------------------------------------------------------------------------------
+
+
+def test_every_recipe_is_run_or_left_out_with_a_reason():
+    ids = fp4kit.recipes()
+    adapters = run.adapters()
+    assert len(adapters) == len(NAMES) == len({a.title or a.name for a in adapters})
+    for adapter in adapters:
+        assert set(adapter.calls) | set(adapter.left_out) <= set(ids), adapter.name
+        assert not set(adapter.calls) & set(adapter.left_out), adapter.name
+    stated = {id for a in adapters for id in (*a.calls, *a.left_out)}
+    assert {id for id in ids if id not in stated and fp4kit.recipe(id).producer not in WITHOUT} == set()
 
 
 def test_what_is_not_installed_is_reported():

@@ -49,6 +49,7 @@ class Adapter:
     name: the name of the distribution, whose version is reported. module: the package that must be importable.
     beside: distributions whose versions the bits may depend on, too.
     calls: by the ids of recipes. left_out: recipes of this producer that no call runs, and why.
+    title: what the report calls the producer, if that is not the distribution's name.
     prepare: imports the producer; raises ImportError or OSError, with the reason, where that needs what the machine has not.
     """
 
@@ -58,3 +59,4 @@ class Adapter:
     beside: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     prepare: Callable[[], Any] | None = None
+    title: str = ""

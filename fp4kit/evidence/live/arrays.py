@@ -7,6 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.formats import ELEMENT_FORMATS
+
 
 def to_torch(x: np.ndarray) -> Any:
     """Return a tensor with a copy of an array's elements; bfloat16 stays bfloat16."""
@@ -27,3 +29,17 @@ def to_numpy(tensor: Any) -> np.ndarray:
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8).numpy()
     return tensor.numpy()
+
+
+def codes_of(values: np.ndarray, format: str) -> np.ndarray:
+    """Return the codes of values that an element format holds exactly, named as in formats.ELEMENT_FORMATS in small letters.
+
+    A value that is no number of the format has no code: ValueError.
+    """
+    fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
+    magnitudes = np.asarray(fmt.magnitudes, np.float64)
+    size = np.abs(values.astype(np.float64))
+    codes = np.minimum(np.searchsorted(magnitudes, size), len(magnitudes) - 1)
+    if not np.array_equal(magnitudes[codes], size):
+        raise ValueError(f"codes_of: {values[magnitudes[codes] != size][0]} is no number of {fmt.name}")
+    return (codes + np.signbit(values) * (1 << (fmt.bits - 1))).astype(np.uint8)

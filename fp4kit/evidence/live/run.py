@@ -57,7 +57,12 @@ class Tally:
 
 @dataclass
 class Result:
-    """What running one producer gave. reason: why it was not run, or "". versions: by the name of the distribution."""
+    """What running one producer gave.
+
+    reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking, and of
+        the first array of each recipe and dtype.
+    seen: differences of which one was shrunk already, by recipe, dtype and parts.
+    """
 
     producer: str
     version: str = ""
@@ -67,6 +72,7 @@ class Result:
     recipes: dict[str, Tally] = field(default_factory=dict)
     found: list[Found] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    seen: set[tuple[str, ...]] = field(default_factory=set)
 
     @property
     def total(self) -> Tally:
@@ -88,7 +94,7 @@ def run(
     A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
     tick: called after each array, with the number of those that differ.
     """
-    result = Result(adapter.name)
+    result = Result(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
     try:
         result.version, result.versions = find(adapter)
@@ -99,22 +105,23 @@ def run(
     except (ImportError, OSError) as error:
         return _not_run(result, adapter, ids, f"cannot be imported: {_one_line(error)}")
     calls = dict(_chosen(adapter, ids, result))
-    start = time.monotonic()
     number = 0
-    while calls and (time.monotonic() - start < seconds or number == 0):
+    while calls and (result.seconds < seconds or not number):
         for id, call in calls.items():
-            _step(id, call, seed, number, result)
-            tick(sum(tally.differing for tally in result.recipes.values()))
-            if time.monotonic() - start >= seconds and number:
+            if number and result.seconds >= seconds:
                 break
+            start = time.monotonic()
+            shrunk = _step(id, call, seed, number, result)
+            if number >= len(call.dtypes):  # the first of each dtype compiles, in JAX for instance
+                result.seconds += time.monotonic() - start - shrunk
+            tick(sum(tally.differing for tally in result.recipes.values()))
         number += 1
-    result.seconds = time.monotonic() - start
     return result
 
 
 def _not_run(result: Result, adapter: Adapter, ids: tuple[str, ...], reason: str) -> Result:
     result.reason = reason
-    result.left_out |= {id: f"{adapter.name} {reason}" for id in adapter.calls if id in ids}
+    result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
 
 
@@ -159,8 +166,8 @@ def _key(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _step(id: str, call: Call, seed: int, number: int, result: Result) -> None:
-    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before."""
+def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
+    """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of that."""
     drawn = draw(fp4kit.recipe(id), call.dtypes, seed, number, call.columns)
     compared, failure = attempt(id, drawn.x, call)
     tally = result.recipes[id]
@@ -168,14 +175,17 @@ def _step(id: str, call: Call, seed: int, number: int, result: Result) -> None:
     tally.elements += compared.elements
     tally.exceptions += compared.excused
     if not (compared.differences or failure):
-        return
+        return 0.0
     tally.differing += 1
-    if sum(found.recipe == id for found in result.found) < SHOWN:
-        found = _found(id, call, drawn.x, compared, failure, result)
-        signature = (id, found.dtype, found.text.partition(":")[0])
-        if signature not in {(f.recipe, f.dtype, f.text.partition(":")[0]) for f in result.found}:
-            found.kind, found.number = drawn.kind, number
-            result.found.append(found)
+    parts = "raises" if failure else ", ".join(difference.part for difference in compared.differences)
+    signature = (id, str(drawn.x.dtype), parts)
+    if signature in result.seen or sum(found.recipe == id for found in result.found) >= SHOWN:
+        return 0.0
+    start = time.monotonic()
+    result.seen.add(signature)
+    text, program = _found(id, call, drawn.x, compared, failure, result)
+    result.found.append(Found(id, drawn.kind, str(drawn.x.dtype), number, text, program))
+    return time.monotonic() - start
 
 
 def attempt(id: str, x: np.ndarray, call: Call) -> tuple[Compared, str]:
@@ -188,8 +198,8 @@ def attempt(id: str, x: np.ndarray, call: Call) -> tuple[Compared, str]:
     return compare(id, x, call, theirs), ""
 
 
-def _found(id: str, call: Call, x: np.ndarray, compared: Compared, failure: str, result: Result) -> Found:
-    """Return the difference in a shrunk array."""
+def _found(id: str, call: Call, x: np.ndarray, compared: Compared, failure: str, result: Result) -> tuple[str, str]:
+    """Return the difference in a shrunk array as text, and as a program."""
     r = fp4kit.recipe(id)
     parts = differing_parts(compared.differences)
 
@@ -200,10 +210,10 @@ def _found(id: str, call: Call, x: np.ndarray, compared: Compared, failure: str,
     small = shrink(x, r.block_rows, lcm(r.length_multiple, call.columns), differs, SHRINKING)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     if failure:
-        return Found(id, "", str(x.dtype), 0, f"raises: {failure}", f"# {id} and {versions}\n# raises {failure}\n")
+        return f"raises: {failure}", f"# {id} and {versions}\n# raises {failure}\n"
     again = attempt(id, small, call)[0]
     first = next(d for d in again.differences if d.part in parts)
-    return Found(id, "", str(x.dtype), 0, str(first), script(id, call.function, small, first, versions))
+    return str(first), script(id, call.function, small, first, versions)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,16 +1,24 @@
 """One module per producer, each with an ADAPTER; their names; and why other producers have none."""
 
 NAMES = (
+    "auto_round",
     "compressed_tensors",
+    "fouroversix",
     "gguf",
+    "microxcaling",
     "mlx",
     "modelopt",
+    "quark",
+    "qwix",
+    "sglang",
+    "te",
     "torchao",
+    "triton_kernels",
+    "vllm",
 )
 
 WITHOUT = {  # by the producer that a recipe's id names
-    "deepgemm": "DeepGEMM's package needs CUDA to be imported; recorded outputs are compared by --check",
+    "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "qat": "open training stacks have no package of their own",
-    "triton-kernels": "triton_kernels is on no package index; recorded outputs are compared by --check",
 }

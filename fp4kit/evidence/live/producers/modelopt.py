@@ -53,6 +53,11 @@ def _mxfp8(x: np.ndarray) -> Parts:
     return {"codes": to_numpy(t._quantized_data), "block_scale": to_numpy(scale), **_values(t, scale=scale)}
 
 
+_KERNEL = "a kernel of Model-Optimizer, which needs a GPU"
+_DIVIDED = (
+    *("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt", "int8-modelopt-channel", "int8-modelopt-narrow"),
+    *("int8-modelopt-channel-narrow", "int4-modelopt-channel", "int4-modelopt"),
+)
 ADAPTER = Adapter(
     name="nvidia-modelopt",
     module="modelopt",
@@ -62,5 +67,12 @@ ADAPTER = Adapter(
         "nvfp4-modelopt": Call(_nvfp4, exempt=(NAN_TENSOR,)),
         "mxfp4-modelopt": Call(_mxfp4),
         "mxfp8-modelopt": Call(_mxfp8),
+    },
+    left_out={
+        **dict.fromkeys(("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"), "needs a calibrated quantizer of a model"),
+        "nvfp4-modelopt-mse": f"its sweep is {_KERNEL}",
+        **dict.fromkeys(("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake"), f"is {_KERNEL}"),
+        **dict.fromkeys(("nvfp4-modelopt-fake-cuda", "mxfp4-modelopt-fake", "mxfp8-modelopt-fake"), f"is {_KERNEL}"),
+        **dict.fromkeys(_DIVIDED, "is stated for a GPU: PyTorch on a CPU divides a number by a tensor in two roundings"),
     },
 )

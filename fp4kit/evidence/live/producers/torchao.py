@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -44,10 +44,28 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
     return parts if scale is None else {**parts, "tensor_scale": to_numpy(scale)}
 
 
-def _call(function: Any, **fields: Any) -> Call:
-    return Call(partial(function, **fields), ("float32", "bfloat16"), exempt=(NAN_SCALE,))
+def _calls() -> dict[str, Call]:
+    """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version chooses."""
+    known = fp4kit.recipes()
+    nvfp4 = {"nvfp4-torchao": partial(_nvfp4, single=False), "nvfp4-torchao-single": partial(_nvfp4, single=True)}
+    mx = {
+        id.format(mode): partial(_mx, element=element, mode=mode)
+        for id, element in _ELEMENTS.items()
+        for mode in ("floor", "rceil", "ceil", "even")
+    }
+    found = {}
+    for id, function in {**nvfp4, **mx}.items():
+        call = Call(function, ("float32", "bfloat16"), exempt=(NAN_SCALE,))
+        older = f"{id}-018"
+        if older in known:
+            found[older] = replace(call, last="0.18.99")
+        newer = fp4kit.recipe(id).id if id in _ALIASES or id in known else ""
+        if newer:
+            found[newer] = replace(call, first="0.19" if older in known else "")
+    return found
 
 
+_ALIASES = ("mxfp4-torchao-floor",)
 _ELEMENTS = {
     "mxfp4-torchao-{}": "float4_e2m1fn_x2",
     "mxfp6-torchao-{}-e2m3": "fp6_e2m3",
@@ -56,19 +74,4 @@ _ELEMENTS = {
     "mxfp8-torchao-{}-e5m2": "float8_e5m2",
 }
 
-ADAPTER = Adapter(
-    name="torchao",
-    module="torchao",
-    beside=("torch",),
-    calls={
-        "nvfp4-torchao": _call(_nvfp4, single=False),
-        "nvfp4-torchao-single": _call(_nvfp4, single=True),
-        "mxfp4-ocp": _call(_mx, element="float4_e2m1fn_x2", mode="floor"),
-        **{
-            id.format(mode): _call(_mx, element=element, mode=mode)
-            for id, element in _ELEMENTS.items()
-            for mode in ("floor", "rceil", "ceil", "even")
-            if id.format(mode) in fp4kit.recipes()
-        },
-    },
-)
+ADAPTER = Adapter(name="torchao", module="torchao", beside=("torch",), calls=_calls())

@@ -1,0 +1,47 @@
+"""microxcaling: quantize_mx_op of its package mx, in PyTorch on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+
+
+def _prepare() -> None:
+    import mx.mx_ops
+    import mx.specs  # noqa: F401
+
+
+def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
+    from mx.mx_ops import quantize_mx_op
+    from mx.specs import finalize_mx_specs
+
+    specs = {"scale_bits": 8, "w_elem_format": element, "a_elem_format": element, "block_size": 32, "custom_cuda": False}
+    specs = finalize_mx_specs({**specs, "round": rounding, "mx_flush_fp32_subnorms": flush})
+    y = quantize_mx_op(to_torch(x), specs, elem_format=element, axes=[-1], round=rounding)
+    return {"fake": to_numpy(y)}
+
+
+def _call(element: str, rounding: str, **options: Any) -> Call:
+    return Call(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
+
+
+ADAPTER = Adapter(
+    name="mx",
+    module="mx",
+    beside=("torch",),
+    prepare=_prepare,
+    calls={
+        "mxfp4-microxcaling-nearest": _call("fp4_e2m1", "nearest"),
+        "mxfp4-microxcaling-nearest-flush": _call("fp4_e2m1", "nearest", flush=True),
+        "mxfp4-microxcaling-even": _call("fp4_e2m1", "even"),
+        "mxfp4-microxcaling-floor": _call("fp4_e2m1", "floor"),
+        "mxfp8-microxcaling-nearest": _call("fp8_e4m3", "nearest"),
+        "mxfp8-microxcaling-even": _call("fp8_e4m3", "even"),
+    },
+    title="microxcaling",
+)

@@ -1,0 +1,101 @@
+"""AMD Quark: weights as its quantizers observe them and its exporter packs them; its C++ code is compiled when it is imported."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_LEAST_SCALE
+
+
+def _prepare() -> None:
+    import quark.torch.export.nn.modules.realquantizer
+    import quark.torch.quantization.tensor_quantize  # noqa: F401
+
+
+def _observed(t: Any, config: Any) -> Any:
+    """Return a quantizer that has seen a weight."""
+    import torch
+    from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
+
+    quantizer = FakeQuantizeBase.get_fake_quantize(config, device=torch.device("cpu"))
+    quantizer.enable_observer()
+    quantizer.disable_fake_quant()
+    with torch.no_grad():
+        quantizer(t)
+    return quantizer
+
+
+def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
+    import torch
+    from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
+
+    where = {"device": torch.device("cpu"), "float_dtype": t.dtype}
+    return get_real_quantizer(qspec=config, quantizer=quantizer, reorder=False, real_quantized=True, **where)
+
+
+def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
+    from quark.torch.quantization.config import config as specs
+
+    t = to_torch(x)
+    config = getattr(specs, spec)(is_dynamic=False, ch_axis=-1).to_quantization_spec()
+    config.scale_calculation_mode = mode
+    exporter = _exporter(t, config, _observed(t, config))
+    fake = exporter.to_fake_quantize_params(t)
+    if spec == "OCP_MXFP8E4M3Spec":
+        return {"fake": to_numpy(fake)}
+    packed = to_numpy(exporter.to_real_quantize_params(t))
+    exporter.maybe_convert_and_transpose_scale()
+    codes = fp4kit.unpack(packed) if "FP4" in spec else _six_bits(packed)
+    return {"codes": codes, "block_scale": to_numpy(exporter.scale).view(np.uint8), "fake": to_numpy(fake)}
+
+
+def _six_bits(packed: np.ndarray) -> np.ndarray:
+    """Return the codes of three bytes each, four of them, the first in the lowest bits."""
+    triples = packed.reshape(len(packed), -1, 3).astype(np.uint32)
+    words = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
+    return (words[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(len(packed), -1)
+
+
+def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
+    from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
+    from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer
+
+    t = to_torch(x)
+    config = FP4Block16ScaleE4M3Scheme().config.weight
+    quantizer = _observed(t, config)
+    if realigned:
+        realign_single_sequential_quantizer(quantizer)
+    exporter = _exporter(t, config, quantizer)
+    global_scale = to_numpy(exporter[1].scale)
+    codes = fp4kit.unpack(to_numpy(exporter.to_real_quantize_params(t)))
+    exporter.maybe_convert_and_transpose_scale()
+    scales = to_numpy(exporter[0].scale).reshape(len(x), -1)
+    return {"codes": codes, "block_scale": scales, "tensor_scale": global_scale.astype(np.float32)}
+
+
+def _mx_call(spec: str, mode: str = "even") -> Call:
+    return Call(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_LEAST_SCALE,))
+
+
+ADAPTER = Adapter(
+    name="amd-quark",
+    module="quark",
+    beside=("torch",),
+    prepare=_prepare,
+    calls={
+        "nvfp4-quark": Call(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,)),
+        "nvfp4-quark-file2file": Call(partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,)),
+        "mxfp4-quark-even": _mx_call("FP4"),
+        "mxfp4-quark-floor": _mx_call("FP4", "floor"),
+        "mxfp4-quark-ceil": _mx_call("FP4", "ceil"),
+        "mxfp6-quark-e2m3-even": _mx_call("FP6E2M3"),
+        "mxfp6-quark-e3m2-even": _mx_call("FP6E3M2"),
+        "mxfp8-quark-even": _mx_call("FP8E4M3"),
+    },
+)

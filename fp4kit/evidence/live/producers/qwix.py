@@ -1,0 +1,59 @@
+"""qwix: qarray.quantize, as XLA computes it on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.draw import MOST
+from fp4kit.evidence.live.exceptions import SCALE_BEYOND_E8M0
+
+
+def _prepare() -> None:
+    import jax
+    import qwix._src.core.qarray  # noqa: F401
+
+    jax.devices("cpu")
+
+
+def _padded(x: np.ndarray, size: int) -> np.ndarray:
+    """Return the blocks of x, one per row, and zeros: a shape that XLA compiles once for all arrays that are drawn."""
+    blocks = np.zeros((max(MOST // size, x.size // size), size), x.dtype)
+    blocks[: x.size // size] = x.reshape(-1, size)
+    return blocks
+
+
+def _quantize(x: np.ndarray, kind: str) -> Parts:
+    import jax
+    import jax.numpy as jnp
+    from qwix._src.core import qarray
+
+    size = 16 if kind == "nvfp4" else 32
+    how = qarray.HowToQuantize(qtype=kind, channelwise_axes=(0,), tiled_axes={1: size})
+    with jax.default_device(jax.devices("cpu")[0]):
+        q = qarray.quantize(jnp.asarray(_padded(x, size)), how)
+        used = x.size // size
+        scale = np.asarray(q.scale)[:used].astype(np.float32).reshape(len(x), -1)
+        codes, values = (np.asarray(a)[:used].reshape(x.shape) for a in (q.qvalue, qarray.dequantize(q)))
+        codes = codes.view(np.uint8)
+    if kind == "nvfp4":
+        return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
+    exponents = np.frexp(scale.astype(np.float64))[1] + 126
+    return {"codes": codes, "block_scale": exponents.astype(np.uint8), "fake": values}
+
+
+_ADAPTER_DTYPES = ("float32", "bfloat16")
+ADAPTER = Adapter(
+    name="qwix",
+    module="qwix",
+    beside=("jax", "jaxlib"),
+    prepare=_prepare,
+    calls={
+        "nvfp4-qwix": Call(partial(_quantize, kind="nvfp4"), _ADAPTER_DTYPES),
+        "nvfp4-qwix-float16": Call(partial(_quantize, kind="nvfp4"), ("float16",)),
+        "mxfp4-qwix": Call(partial(_quantize, kind="mxfp4"), exempt=(SCALE_BEYOND_E8M0,)),
+        "mxfp8-qwix": Call(partial(_quantize, kind="mxfp8"), exempt=(SCALE_BEYOND_E8M0,)),
+    },
+)

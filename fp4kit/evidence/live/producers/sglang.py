@@ -1,0 +1,65 @@
+"""SGLang: its MXFP4 utilities, loaded without the package."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.standins import cached, load, packages
+
+_QUANTIZATION = "srt/layers/quantization"
+
+
+@cached
+def _mxfp4_tensor() -> Any:
+    return load("sglang", f"{_QUANTIZATION}/mxfp4_tensor.py")
+
+
+@cached
+def _kvfp4_tensor() -> Any:
+    return load("sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context"))
+
+
+@cached
+def _stored() -> Any:
+    def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
+        self.data = data
+
+    return type("Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep})  # as SGLang's fp8_utils.py has one
+
+
+def _mxfp4(x: np.ndarray) -> Parts:
+    import torch
+
+    t, scale = _stored().quantize(to_torch(x), 32)
+    values = _stored().dequantize(t.data, torch.float32, scale, [32])
+    return {
+        "codes": fp4kit.unpack(to_numpy(t.data)),
+        "block_scale": to_numpy(scale).reshape(len(x), -1),
+        "values": to_numpy(values),
+    }
+
+
+def _kv(x: np.ndarray) -> Parts:
+    quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)  # without torch.compile
+    codes, scale = quantize(to_torch(x)[None])
+    return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}
+
+
+def _prepare() -> None:
+    _mxfp4_tensor()
+    _kvfp4_tensor()
+
+
+ADAPTER = Adapter(
+    name="sglang",
+    module="sglang",
+    beside=("torch",),
+    prepare=_prepare,
+    calls={"mxfp4-sglang-util": Call(_mxfp4), "mxfp4-sglang-kv": Call(_kv)},
+)

@@ -1,0 +1,56 @@
+"""triton_kernels: downcast_to_mxfp_torch, its PyTorch reference, as vLLM carries it; loaded without either package."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.exceptions import NAN_ELEMENT
+from fp4kit.evidence.live.standins import cached, load, packages, triton
+
+_DETAILS = "vllm.third_party.triton_kernels.numerics_details"
+
+
+@cached
+def _mxfp() -> Any:
+    names = ("vllm", "vllm.third_party", "vllm.third_party.triton_kernels", _DETAILS, f"{_DETAILS}.mxfp_details")
+    kernels = {f"{_DETAILS}.mxfp_details.{name}": None for name in ("_upcast_from_mxfp", "_downcast_to_mxfp")}
+    stand_ins = packages(*names, *kernels)
+    stand_ins[f"{_DETAILS}.mxfp_details._downcast_to_mxfp"].MXFP_BLOCK_SIZE = 32  # type: ignore[attr-defined]
+    file = "third_party/triton_kernels/numerics_details/mxfp.py"
+    return load("vllm", file, {**triton(), **stand_ins})
+
+
+def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
+    import torch
+
+    rounding = getattr(_mxfp().DequantScaleRoundingMode, mode)
+    codes, scales = _mxfp().downcast_to_mxfp_torch(to_torch(x), getattr(torch, element), -1, rounding)
+    stored = to_numpy(codes)
+    return {"codes": fp4kit.unpack(stored) if element == "uint8" else stored, "block_scale": to_numpy(scales)}
+
+
+def _call(element: str, mode: str) -> Call:
+    return Call(partial(_downcast, element=element, mode=mode), exempt=(NAN_ELEMENT,))
+
+
+ADAPTER = Adapter(
+    name="vllm",
+    module="vllm",
+    beside=("torch",),
+    prepare=_mxfp,
+    calls={
+        "mxfp4-triton-kernels": _call("uint8", "ROUND_UP"),
+        "mxfp4-triton-kernels-down": _call("uint8", "ROUND_DOWN"),
+        "mxfp8-triton-kernels": _call("float8_e4m3fn", "ROUND_UP"),
+        "mxfp8-triton-kernels-down": _call("float8_e4m3fn", "ROUND_DOWN"),
+        "mxfp8-triton-kernels-e5m2": _call("float8_e5m2", "ROUND_UP"),
+    },
+    left_out={"mxfp4-triton-kernels-main": "no release holds that version of triton_kernels"},
+    title="triton_kernels in vllm",
+)

@@ -1,0 +1,81 @@
+"""vLLM: the PyTorch code with which it emulates NVFP4 and quantizes to MXFP8, loaded without the package."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.arrays import codes_of, to_numpy, to_torch
+from fp4kit.evidence.live.standins import cached, load, packages, triton
+
+_UTILS = "model_executor/layers/quantization/utils"
+_NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
+
+
+@cached
+def _emulation() -> Any:
+    platform = ModuleType("vllm.platforms")
+    platform.current_platform = _Cpu()  # type: ignore[attr-defined]
+    tools = ModuleType("vllm.triton_utils")
+    tools.triton, tools.tl = triton()["triton"], triton()["triton.language"]  # type: ignore[attr-defined]
+    needed = {"vllm.platforms": platform, "vllm.triton_utils": tools, "vllm.scalar_type": load("vllm", "scalar_type.py")}
+    return load("vllm", f"{_UTILS}/nvfp4_emulation_utils.py", {**packages(*_NAMES), **needed})
+
+
+class _Cpu:
+    """vLLM's platform where there is no GPU."""
+
+    def is_cuda_alike(self) -> bool:
+        return False
+
+
+@cached
+def _mxfp8_utils() -> Any:
+    return load("vllm", f"{_UTILS}/mxfp8_utils.py", packages(*_NAMES))
+
+
+def _nvfp4(x: np.ndarray) -> Parts:
+    import torch
+
+    t = to_torch(x)
+    amax = torch.clamp(t.abs().max().float(), min=1e-8)
+    global_scale = 2688.0 / amax
+    values, scales = _emulation().ref_nvfp4_quant(t, global_scale, 16)
+    decoded = _emulation().ref_nvfp4_quant_dequant(t, global_scale, 16)
+    return {
+        "codes": codes_of(to_numpy(values), "e2m1"),
+        "block_scale": to_numpy(scales.to(torch.float8_e4m3fn)),
+        "tensor_scale": to_numpy(1 / global_scale),
+        "fake": to_numpy(decoded),
+    }
+
+
+def _mxfp8(x: np.ndarray) -> Parts:
+    codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
+    decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
+    return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
+
+
+def _prepare() -> None:
+    _emulation()
+    _mxfp8_utils()
+
+
+ADAPTER = Adapter(
+    name="vllm",
+    module="vllm",
+    beside=("torch",),
+    prepare=_prepare,
+    calls={
+        "nvfp4-vllm-emulation": Call(_nvfp4),
+        "mxfp8-modelopt": Call(_mxfp8),  # mxfp8-vllm
+    },
+    left_out={
+        "nvfp4-vllm-emulation-cuda": "vLLM's Triton kernels need a GPU",
+        "mxfp4-vllm": "vLLM's Triton kernels need a GPU",
+        "mxfp4-vllm-cpu": "vLLM's Triton kernels need a GPU, or Triton's interpreter",
+    },
+)

@@ -1,0 +1,90 @@
+"""Loading one file of an installed package without the package, for files whose arithmetic is plain PyTorch.
+
+Importing vLLM, SGLang or Transformer Engine needs CUDA libraries that the files with their reference arithmetic do not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+class Anything(ModuleType):
+    """A module that has every attribute. A call returns its only argument, as a decorator that changes nothing does."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # of a package, so that its modules can be imported
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = Anything(f"{self.__name__}.{name}")
+        setattr(self, name, found)
+        return found
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        """Return the argument; of several or none, this module."""
+        return given[0] if len(given) == 1 and not options else self
+
+
+def triton() -> dict[str, ModuleType]:
+    """Return stand-ins of Triton, whose kernels are not run."""
+    whole = Anything("triton")
+    whole.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
+    return {"triton": whole, "triton.language": whole.language}
+
+
+@contextlib.contextmanager
+def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Put modules into sys.modules for a while; what is imported meanwhile from the same packages is removed again, too."""
+    before = dict(sys.modules)
+    tops = {name.partition(".")[0] for name in modules}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] in tops]:
+            if name not in before:
+                del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in tops})
+
+
+def directory(package: str) -> Path:
+    """Return the directory of an installed package, which is not imported. Raises ImportError if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ImportError(f"No module named {package!r}")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> ModuleType:
+    """Return the module of a file in an installed package, e.g. ("vllm", "scalar_type.py").
+
+    modules: stand-ins for what the file imports, by name; they are gone when this returns.
+    Raises ImportError if the package or the file is not there, or the file needs something else.
+    """
+    path = directory(package) / file
+    name = ".".join([package, *Path(file).with_suffix("").parts])
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ImportError(f"{package} has no {file}")
+    module = importlib.util.module_from_spec(spec)
+    with _standing_in({**modules, name: module}):
+        spec.loader.exec_module(module)
+    return module
+
+
+cached = lru_cache(None)  # for functions of an adapter that load a file
+
+
+@cached
+def packages(*names: str) -> dict[str, ModuleType]:
+    """Return stand-ins by the names of modules, for all of whose attributes nothing is needed but that they exist."""
+    return {name: Anything(name) for name in names}
