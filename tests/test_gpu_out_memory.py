@@ -10,6 +10,7 @@ from host import cupy_on_host as cupy
 from inputs import ordinary
 
 import fp4kit
+from fp4kit.call.apart import overlaps_itself
 from fp4kit.evidence.testing import assert_same_bits
 
 SHAPE, SIZE = (64, 256), 64 * 256 * 4
@@ -112,8 +113,9 @@ def test_scales_that_are_given_may_be_those_of_out():
     assert fp4kit.quantize(x, "nvfp4-te", block_scale=out.block_scale, tensor_scale=out.tensor_scale, out=out) is out
     assert_same_bits(out.packed, q.packed)
     with pytest.raises(ValueError, match=r"^quantize: out\.packed shares memory with block_scale"):
-        scales = np.ascontiguousarray(q.block_scale)
-        small = replace(out, packed=np.lib.stride_tricks.as_strided(scales, q.packed.shape, (8, 1)))
+        memory = np.zeros(q.packed.size, np.uint8)
+        scales = memory[: q.block_scale.size].reshape(q.block_scale.shape)
+        small = replace(out, packed=memory.reshape(q.packed.shape))
         fp4kit.quantize(x, "nvfp4-te", block_scale=scales, tensor_scale=out.tensor_scale, out=small)
 
 
@@ -124,3 +126,98 @@ def test_tensors_of_pytorch():
     q = fp4kit.quantize(x, "mxfp8-te")
     with pytest.raises(ValueError, match=r"^quantize: out\.packed shares memory with x"):
         fp4kit.quantize(x, "mxfp8-te", out=replace(q, packed=buffer[100 : 100 + 64 * 256].view(SHAPE)))
+
+
+# ---- elements of one output that overlap ------------------------------------------------------------------------------------
+
+
+def bytes_of(shape, strides, itemsize):
+    """How many bytes elements take, one by one: fewer than there are elements where some overlap."""
+    starts = np.zeros(1, int)
+    for n, step in zip(shape, strides, strict=True):
+        starts = np.add.outer(starts, np.arange(n) * step).ravel()
+    return len(np.unique(np.add.outer(starts, np.arange(itemsize))))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_overlaps_are_found_exactly(seed):
+    """Against a count of bytes, for drawn shapes and strides."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(1500):
+        shape = tuple(int(n) for n in rng.integers(0, 7, rng.integers(0, 5)))
+        itemsize = int(rng.choice([1, 2, 4]))
+        strides = tuple(int(step) for step in rng.integers(-40, 41, len(shape)) * rng.choice([1, itemsize, 3 * itemsize]))
+        found.append(overlaps_itself(shape, strides, itemsize))
+        wrong = bytes_of(shape, strides, itemsize) < np.prod(shape, dtype=int) * itemsize if 0 not in shape else False
+        assert found[-1] == wrong, (shape, strides, itemsize)
+    assert 200 < sum(found) < 1300
+
+
+@pytest.mark.parametrize(("shape", "strides", "itemsize", "overlaps"), [
+    ((4096, 4096), (16384, 4), 4, False),
+    ((4096, 4096), (4, 16384), 4, False),  # transposed
+    ((8, 4096), (4097, 2), 1, False),  # rows in the gaps of others
+    ((8, 4096), (4096, 2), 1, True),
+    ((1 << 17, 1 << 17), ((1 << 17) + 2, 2), 1, True),
+    ((1 << 17, 1 << 16), ((1 << 17) - 1, 2), 1, False),
+    ((3, 1000, 1000), (1, 3000, 3), 1, False),
+    ((3, 1000, 1000), (2, 3001, 3), 1, True),
+    ((), (), 4, False), ((0, 5), (0, 0), 4, False), ((1, 5), (0, 4), 4, False), ((2, 5), (0, 4), 4, True), ((5,), (2,), 4, True),
+    ((2000, 2000, 2000), (5, 7, 11), 1, True),
+])  # fmt: skip
+def test_overlaps_of_known_strides(shape, strides, itemsize, overlaps):
+    assert overlaps_itself(shape, strides, itemsize) == overlaps
+
+
+def strided(a, shape, strides):
+    """A view of a flat array with other strides."""
+    if isinstance(a, np.ndarray):
+        return np.lib.stride_tricks.as_strided(a, shape, strides)
+    view = a[...]
+    view._host = np.lib.stride_tricks.as_strided(a._host, shape, strides)
+    return view
+
+
+TEXT = r" has elements that overlap each other, shape \(.*\), strides \(.*\); needs memory of each element's own$"
+
+
+@pytest.mark.parametrize("part", ["packed", "block_scale", "tensor_scale", "tensor_amax"])
+def test_quantize_into_elements_that_overlap(xp, part):
+    """Rows that begin inside of others: codes of the first ones would be lost."""
+    recipe = "nvfp4-te-rowscaled" if "tensor" in part else "nvfp4-te"
+    x = xp.asarray(ordinary(0, (128, 64)))
+    q = fp4kit.quantize(x, recipe)
+    a = getattr(q, part)
+    fewer = (a.shape[1] // 2, 1) if a.ndim > 1 else (2,)
+    out = replace(q, **{part: strided(xp.zeros(a.size, a.dtype), a.shape, fewer)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"^quantize: out\.{part}{TEXT}"):
+            fp4kit.quantize(x, recipe, out=out)
+        assert fp4kit.quantize(x, recipe, out=q) is q
+    assert not host(getattr(out, part)).any()
+
+
+def test_dequantize_into_elements_that_overlap(xp):
+    q = fp4kit.quantize(xp.asarray(ordinary(0, (128, 64))), "mxfp4-ocp")
+    out = strided(xp.zeros(128 * 64, np.float32), (128, 64), (128, 4))
+    with pytest.raises(ValueError, match=rf"^dequantize: out{TEXT}"):
+        fp4kit.dequantize(q, out=out)
+    assert not host(out).any()
+
+
+def test_cast_into_elements_that_overlap(xp):
+    x = ordinary(0, (128, 64))
+    amax = xp.asarray(fp4kit.partial_amax(x.ravel(), x.shape, 0, "nvfp4-te"))
+    out = strided(xp.zeros(128 * 32, np.uint8), (128, 32), (16, 1))
+    with pytest.raises(ValueError, match=rf"^partial_cast: out{TEXT}"):
+        fp4kit.partial_cast(xp.asarray(x.ravel()), out, amax, x.shape, 0, "nvfp4-te")
+    assert not host(out).any()
+
+
+def test_into_elements_between_those_of_others():
+    """Strides that interleave without an overlap are as good as any."""
+    x = ordinary(0, (2, 64))
+    q = fp4kit.quantize(x, "mxfp4-ocp")
+    out = replace(q, packed=np.lib.stride_tricks.as_strided(np.zeros(96, np.uint8), (2, 32), (33, 2)))
+    assert_same_bits(fp4kit.quantize(x, "mxfp4-ocp", out=out), q)

@@ -12,6 +12,7 @@ import numpy as np
 
 from fp4kit.quantized import Quantized
 
+_MOST_SUMS = 1 << 20  # of overlaps_itself
 _MOST_WORK = 1000  # of NumPy's search for a byte of both, of two arrays with gaps; beyond it they count as one memory
 
 
@@ -87,6 +88,48 @@ def _have_a_byte_in_common(a: np.ndarray, b: np.ndarray) -> bool:
         return np.shares_memory(a, b, max_work=_MOST_WORK)  # type: ignore[arg-type]  # NumPy's stubs know its two names alone
     except np.exceptions.TooHardError:
         return True
+
+
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """Return whether two elements of an array have a byte in common, by an exact test. strides: in bytes.
+
+    Two elements overlap if |sum(d[k] * strides[k])| < itemsize for integers |d[k]| < shape[k] that are not all 0. Axes are taken
+    one by one: `sums` holds the sums of those before, and an axis overlaps if a multiple of its stride is close to one of them.
+    More than _MOST_SUMS of them, which take several axes that interleave, count as an overlap.
+    """
+    axes = _interleaved_axes(shape, strides, itemsize)
+    sums = np.zeros(1, np.int64)
+    for i, (step, length) in enumerate(axes):
+        if step == 0:
+            return True
+        below = sums // step
+        for count in (below, below + 1):  # the multiples of step next to each sum
+            close = np.abs(sums - count * step) < itemsize
+            if (close & (count != 0) & (np.abs(count) < length)).any():
+                return True
+        if i + 1 < len(axes):
+            if len(sums) * 2 * length > _MOST_SUMS:
+                return True
+            sums = np.unique(np.add.outer(sums, step * np.arange(1 - length, length)))
+    return False
+
+
+def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
+    """Return (stride, length) of the axes that may overlap, short ones first; none for the strides of any usual view.
+
+    Axes that continue one another are joined. The axis of the largest stride is left out if all others lie within that stride.
+    """
+    if 0 in shape:
+        return []
+    axes: list[tuple[int, int]] = []
+    for step, length in sorted((abs(step), length) for step, length in zip(strides, shape, strict=True) if length > 1):
+        if axes and step == axes[-1][0] * axes[-1][1]:
+            axes[-1] = (axes[-1][0], axes[-1][1] * length)
+        else:
+            axes.append((step, length))
+    while axes and axes[-1][0] >= itemsize + sum(step * (length - 1) for step, length in axes[:-1]):
+        axes.pop()
+    return sorted(axes, key=lambda axis: axis[1])
 
 
 def _span(a: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.apart import check_apart
+from fp4kit.call.apart import check_apart, overlaps_itself
 from fp4kit.call.check import check_is_quantized
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import padded_shape
@@ -31,7 +31,7 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 def import_out(op: str, out: Any) -> Any:
     """An array, or a Quantized, to write to, as NumPy's or CuPy's. Raises TypeError where a library's cannot be written to.
 
-    ValueError where one place of memory stands for several elements, as in an expanded tensor: the last one written would stay.
+    ValueError where elements overlap, as in an expanded tensor, because the last one written would stay.
     """
     library = library_of(out)
     if library is not None and not library.is_mutable:
@@ -47,15 +47,16 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    lengths, steps = getattr(array, "shape", ()), getattr(array, "strides", ())
-    if 0 not in steps or 0 in lengths or not _is_writeable(array):
+    """Raise ValueError if elements of an array overlap. What is no array, or cannot be written to, has an error of its own."""
+    if not hasattr(array, "flags") or array.flags.c_contiguous or not _is_writeable(array):
         return
-    if any(step == 0 and length > 1 for length, step in zip(lengths, steps, strict=True)):
-        raise ValueError(f"{op}: {name} has one place for several elements, strides {steps}; needs memory of each element's own")
+    if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
+        kept = f"strides {array.strides}; needs memory of each element's own"
+        raise ValueError(f"{op}: {name} has elements that overlap each other, shape {array.shape}, {kept}")
 
 
 def _is_writeable(array: Any) -> bool:
-    return not isinstance(array, np.ndarray) or array.flags.writeable  # what is not gets an error of its own
+    return not isinstance(array, np.ndarray) or array.flags.writeable
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
