@@ -4,6 +4,7 @@ import json
 import os
 import re
 import struct
+import zlib
 from dataclasses import fields, replace
 
 import ml_dtypes
@@ -19,7 +20,8 @@ from fp4kit.formats import E2M1, E3M0, ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.data import as_data, from_data
-from fp4kit.storage.quantized_file import ENTRY
+from fp4kit.storage.quantized_file import _CHUNK, ENTRY, SUMS
+from fp4kit.storage.safetensors_file import read_header
 
 F32 = np.float32
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)
@@ -365,18 +367,150 @@ def test_every_truncation(tmp_path):
 
 
 def test_every_byte_of_the_header_flipped(tmp_path):
-    """A clear error, or a file that means the same or another array; never another exception."""
+    """A clear error in each case; never another exception, and never an array."""
     fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
     whole = (tmp_path / "whole").read_bytes()
     for at in range(8 + struct.unpack("<Q", whole[:8])[0]):
-        for bit in (0, 5, 7):
-            changed = bytearray(whole)
-            changed[at] ^= 1 << bit
-            (tmp_path / "a").write_bytes(changed)
-            try:
+        changed = bytearray(whole)
+        changed[at] ^= 1 << (5 if at % 2 else at // 2 % 8)  # 5: of upper and lower case
+        (tmp_path / "a").write_bytes(changed)
+        with pytest.raises(ValueError, match=r"^load: a: "):
+            fp4kit.load(tmp_path / "a")
+
+
+# --- checksums ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_bit_of_the_data_flipped(tmp_path):
+    fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
+    whole = (tmp_path / "whole").read_bytes()
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    assert len(whole) - start == 64 + 8 + 4 + 4
+    for bit in range(8 * start, 8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "a").write_bytes(changed)
+        said = r"^load: a: the tensor w\.\w+ has CRC-32 \w{8} in place of '\w{8}'; the file is damaged; copy it again$"
+        with pytest.raises(ValueError, match=said):
+            fp4kit.load(tmp_path / "a")
+
+
+def test_bits_of_large_tensors_flipped(tmp_path):
+    """Those that are read in more than one chunk: in each, and at its ends."""
+    q = fp4kit.quantize(np.resize(ORDINARY, (4100, 2048)), "nvfp4-te")
+    fp4kit.save(tmp_path / "a", {"w": q})
+    assert fp4kit.load(tmp_path / "a")["w"].equals(q) and q.packed.size > 2 * _CHUNK
+    file = read_header(tmp_path / "a")
+    entry = next(entry for entry in file.entries if entry.name == "w.packed")
+    for at in (0, _CHUNK - 1, _CHUNK, 2 * _CHUNK - 1, 2 * _CHUNK, entry.nbytes - 1):
+        with (tmp_path / "a").open("r+b") as stream:
+            stream.seek(entry.start + at)
+            before = stream.read(1)
+            stream.seek(entry.start + at)
+            stream.write(bytes([before[0] ^ 16]))
+            stream.flush()
+            with pytest.raises(ValueError, match=r"^load: a: the tensor w\.packed has CRC-32"):
                 fp4kit.load(tmp_path / "a")
-            except ValueError as error:
-                assert str(error).startswith("load: a: ")
+            stream.seek(entry.start + at)
+            stream.write(before)
+    assert fp4kit.load(tmp_path / "a")["w"].equals(q)
+
+
+def rewritten(path, change):
+    """The tensors and the metadata of a file, changed, in a new one that another program wrote."""
+    tensors = load_file(path)
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+    change(tensors, metadata)
+    save_file(tensors, path, metadata)
+
+
+def facts_of_w(change):
+    """A change of what the metadata says of w."""
+
+    def do(tensors, metadata):
+        facts = json.loads(metadata[ENTRY])
+        change(facts["arrays"]["w"])
+        metadata[ENTRY] = json.dumps(facts)
+
+    return do
+
+
+def renamed(tensors, metadata):
+    for part in [name for name in tensors if name.startswith("w.")]:
+        tensors["v" + part[1:]] = tensors.pop(part)
+    metadata[ENTRY] = metadata[ENTRY].replace('"w"', '"v"')
+    metadata[SUMS] = metadata[SUMS].replace('"w.', '"v.')
+
+
+CHANGES = {  # of a file of mxfp4-ocp, of which each is an array, too
+    "recipe": facts_of_w(lambda facts: facts.update(recipe="mxfp4-te")),
+    "dtype": facts_of_w(lambda facts: facts.update(dtype="float16")),
+    "axis": facts_of_w(lambda facts: facts.update(axis=0)),
+    "shape": facts_of_w(lambda facts: facts.update(shape=[1, 128, 128])),
+    "name": renamed,
+    "shape of a tensor": lambda tensors, metadata: tensors.update({"w.packed": tensors["w.packed"].reshape(64, 128)}),
+    "dtype of a tensor": lambda tensors, metadata: tensors.update({"w.packed": tensors["w.packed"].view(np.int8)}),
+    "checksum": lambda tensors, metadata: metadata.update({SUMS: metadata[SUMS].replace('"header": "', '"header": "0')}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_headers_that_were_changed(change, tmp_path):
+    fp4kit.save(tmp_path / "a", {"w": fp4kit.quantize(ORDINARY, "mxfp4-ocp")})
+    rewritten(tmp_path / "a", CHANGES[change])
+    said = r"^load: a: its header has CRC-32 \w{8} in place of '\w+'; the file is damaged; copy it again$"
+    with pytest.raises(ValueError, match=said):
+        fp4kit.load(tmp_path / "a")
+
+
+def test_what_another_program_rewrote(tmp_path):
+    """With the same tensors and metadata, in whatever order, and the name of a library."""
+    q = fp4kit.quantize(ORDINARY, "nvfp4-te")
+    fp4kit.save(tmp_path / "a", {"w": q})
+    rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update(format="pt"))
+    assert fp4kit.load(tmp_path / "a")["w"].equals(q)
+
+
+SUMS_THAT_ARE_NONE = {
+    "no JSON": ("{", "metadata fp4kit_crc32: not valid JSON"),
+    "nothing": ("{}", "metadata fp4kit_crc32: is not of the header and of its tensors; the file is damaged; copy it again"),
+    "no tensors": ('{"header": "0", "tensors": 1}', "metadata fp4kit_crc32: is not of the header and of its tensors"),
+    "a tensor less": ('{"header": "0", "tensors": {}}', "metadata fp4kit_crc32: is not of the header and of its tensors"),
+}
+
+
+@pytest.mark.parametrize("case", SUMS_THAT_ARE_NONE)
+def test_checksums_that_are_none(case, tmp_path):
+    text, said = SUMS_THAT_ARE_NONE[case]
+    fp4kit.save(tmp_path / "a", {"w": Q})
+    rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({SUMS: text}))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: a: {said}')}"):
+        fp4kit.load(tmp_path / "a")
+
+
+def test_files_without_checksums(tmp_path):
+    """Those that were written before there were any are read; other metadata is not, which may be damaged checksums."""
+    fp4kit.save(tmp_path / "a", {"w": Q})
+    rewritten(tmp_path / "a", lambda tensors, metadata: metadata.pop(SUMS))
+    assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
+    rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({"fp4kit_crc33": "{}"}))
+    with pytest.raises(ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write; remove it$"):
+        fp4kit.load(tmp_path / "a")
+
+
+def test_checksums_are_those_of_zlib(tmp_path):
+    fp4kit.save(tmp_path / "a", {"w": Q, "v": fp4kit.quantize(ORDINARY[:0], "mxfp4-ocp")})
+    with safe_open(tmp_path / "a", "np") as file:
+        metadata = file.metadata()
+    tensors = load_file(tmp_path / "a")
+    found = json.loads(metadata[SUMS])
+    assert found["tensors"] == {name: f"{zlib.crc32(a.tobytes()):08x}" for name, a in tensors.items()}
+    dtypes = {np.dtype(np.uint8): "U8", np.dtype(F32): "F32"}
+    listed = sorted([name, dtypes[a.dtype], list(a.shape)] for name, a in tensors.items())
+    text = json.dumps([metadata[ENTRY], listed], separators=(",", ":"))
+    assert found["header"] == f"{zlib.crc32(text.encode()):08x}"
+
 
 
 def test_formats_of_the_table_are_named_in_the_data_of_variants():

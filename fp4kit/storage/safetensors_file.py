@@ -165,14 +165,18 @@ class TensorReader:
         """Return ``count`` bytes of a tensor from byte ``start`` of it, by default all that follow."""
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
+        self.read_into(data, entry, start)
+        return data
+
+    def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
+        """Fill ``data`` with bytes of a tensor from byte ``start`` of it."""
         self._stream.seek(entry.start + start)
         done = 0
-        while done < count:
+        while done < data.size:
             got = self._stream.readinto(data.data[done:])
             if not got:
                 raise CheckpointError(f"{self._file.label}: ended inside {shown(entry.name)}; it was truncated while it was read")
             done += got
-        return data
 
     def read(self, entry: TensorEntry) -> np.ndarray:
         """Return a tensor as an array of its shape; E4M3 comes as uint8 bit patterns."""

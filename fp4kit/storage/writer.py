@@ -71,6 +71,7 @@ class SafetensorsWriter:
             position += nbytes_of(spec.dtype, spec.shape)
             self._end[spec.name] = position
         self.size = position
+        self._ordered, self._header_size = ordered, len(header)
         self._stream = path.open("xb", buffering=0)
         self._put(0, memoryview(header))
 
@@ -85,6 +86,13 @@ class SafetensorsWriter:
         self._stream.seek(position)
         while data:
             data = data[self._stream.write(data) :]
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Write other metadata in place of the first, such as checksums of what has been written since; of the same length."""
+        header = header_bytes(self._ordered, metadata)
+        if len(header) != self._header_size:
+            raise ValueError(f"{self._label}: the header has {len(header)} bytes; needs {self._header_size}, as planned")
+        self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
         """Append the bytes of ``data`` to the tensor ``name``; pieces of one tensor come in order."""
