@@ -26,8 +26,12 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
+    top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
+    zero_points = ", with its zero points, which make 0 of -0" if fmt is MXFP8_E4M3 else ""
     return of_format(
         fmt, id, block_rule="e8m0_compressed_tensors", round_scaled=True, amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact="its codes and scales; as OCP where it corrupts blocks (amax overflows, is inf or NaN)", **fields,
+        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or more, inf or NaN, "
+        "whose byte is an undefined cast there (127 on x86, over codes of 0)",
+        **fields,
     )  # fmt: skip

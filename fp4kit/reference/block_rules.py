@@ -208,13 +208,23 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """floor after rounding amax to one mantissa bit (up from 1.75; E2M3: three bits), minus emax (E2M1 and E6: 2, E4M3: 8).
 
-    float16: a scale below its range counts as 1. Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
+    float16: the producer masks the bits of float16, so a subnormal amax rounds to 2^-14 or to 0, and a scale of 0 counts as 1.
+    Not finite: as OCP, a NaN scale (the producer stores 127 with zero codes).
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
+    if dtype == np.float16:
+        amax = _rounded_subnormals(amax, mantissa_bits)
     codes = _shifted_exponent(_add_to_bits(amax, 1 << 22 - mantissa_bits), recipe.element)
     if dtype == np.float16:
         codes = np.where(decode(codes, E8M0).astype(np.float16) == 0, np.uint8(127), codes)
     return codes
+
+
+def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
+    """An amax below 2^-14, the smallest normal of float16, as 2^-14 or 0: whichever adding to its bits and masking them gives."""
+    normal = np.float32(2.0**-14)
+    rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
+    return np.where(amax < normal, np.where(rounds_up, normal, ZERO), amax)
 
 
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # by the scale format: of rules that have none of their own

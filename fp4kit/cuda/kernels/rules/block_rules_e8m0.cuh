@@ -82,9 +82,16 @@ struct block_e8m0_te_reference : inverse_factor {
 
 struct block_e8m0_compressed_tensors : inverse_factor {
   static constexpr bool kReadsInput = true;
+  // In float16, an amax below its smallest normal is 2^-14 or 0: whichever adding to its bits and masking them gives.
+  template <class In>
+  FP4KIT_DEVICE float rounded_subnormal(float amax, int mantissa_bits) {
+    if (In::kMantissaBits != 10 || !(amax < 0x1p-14f)) return amax;
+    return amax + (mantissa_bits == 3 ? 0x1p-18f : 0x1p-16f) >= 0x1p-14f ? 0x1p-14f : 0.0f;
+  }
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const u32 code = rounded_exponent<R>(amax, R::Element::kBits == 6 ? 3 : 1);
+    constexpr int kMantissaBits = R::Element::kBits == 6 ? 3 : 1;
+    const u32 code = rounded_exponent<R>(rounded_subnormal<In>(amax, kMantissaBits), kMantissaBits);
     return round_to<In>(value_of_e8m0(code)) == 0.0f ? 127u : code;
   }
 };
