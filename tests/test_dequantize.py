@@ -1,6 +1,7 @@
 """dequantize: values are codes times scales, in the producer's order; what quantizing again and powers of two leave alone."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
 
 import fp4kit
+from fp4kit.evidence.recorded_bytes import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E8M0
 from fp4kit.recipes import RECIPES
@@ -61,13 +63,40 @@ def test_the_order_of_decoding():
     y, values, scales, amax, _ = parts("nvfp4-te")
     assert_same_bits(y, values * (scales * amax * (np.float32(1) / np.float32(2688))))
     y, values, scales, _, tensor_scale = parts("nvfp4-modelopt")
-    assert_same_bits(y, values * (scales * tensor_scale))
+    assert_same_bits(y, (values + np.float32(0)) * (scales * tensor_scale))  # code 8 is +0
     y, values, scales, amax, _ = parts("nvfp4-compressed-tensors")
     assert_same_bits(y, values * (scales / (np.float32(1) / amax * np.float32(2688))))
     y, values, _, amax, _ = parts("int8-modelopt")
     assert_same_bits(y, values / (np.float32(127) / amax))
     y, values, _, amax, _ = parts("fp8-modelopt")
     assert_same_bits(y, values * (np.float32(1) / (np.float32(448) / amax)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("variant", ["", "-static", "-static-4over6", "-mse"])
+def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engine):
+    """NVFP4QTensor.dequantize looks codes up in a table whose ninth number is 0; under a negative scale that gives -0."""
+    r = RECIPES[f"nvfp4-modelopt{variant}"]
+    q = all_bytes(r, np.dtype(dtype))
+    found, product = (fp4kit.dequantize(replace(q, recipe=replace(r, decode_rule=rule))) for rule in ("modelopt", "product"))
+    assert r.decode_rule == "modelopt"
+    is_eight = fp4kit.unpack(q.packed) == 8
+    assert_same_bits(found[~is_eight], product[~is_eight])
+    is_number = ~np.isnan(product[is_eight].astype(np.float32))
+    assert (np.signbit(found[is_eight]) != np.signbit(product[is_eight]))[is_number].all() and is_number.sum() == 254
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_byte_255_is_infinite_in_mx_of_modelopt(bits, dtype, either_engine):
+    """Its exp2(255 - 127) is inf, and 0 * inf is NaN. Code 8 of MXFP4QTensor stays -0."""
+    q = all_bytes(RECIPES[f"mxfp{bits}-modelopt"], np.dtype(dtype))
+    found, ocp = (fp4kit.dequantize(replace(q, recipe=replace(q.recipe, decode_rule=rule))) for rule in ("e8m0_infinite", "e8m0"))
+    assert q.recipe.decode_rule == "e8m0_infinite"
+    assert same_values(found[:255], ocp[:255]) and (bits == 8 or np.signbit(found[127, 8]))
+    values = decode(codes_of(q), q.recipe.element)[255]
+    expected = np.where(values == 0, np.float32(np.nan), np.copysign(np.float32(np.inf), values))
+    assert same_values(found[255], np.where(np.isnan(values), values, expected))
 
 
 @recipes

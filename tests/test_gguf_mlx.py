@@ -6,6 +6,7 @@ The producers' steps are stated here anew, one number at a time, from reference 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from fp4kit.formats import E2M1, E4M3, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.codec import encode, first_of_least
+from fp4kit.reference.codec import decode, encode, first_of_least
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.scaling import ONE, TensorScale
 
@@ -63,6 +64,26 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
         once = dequantize_tile(codes, q.block_scale, replace(r, decode_rule="e8m0_mlx"), NONE)[:, :count].astype(np.float16)
     beyond = np.flatnonzero(~same_values(found, once).all(axis=1))
     assert {100, 101, 102, 143, 254} <= set(beyond.tolist()) and not set(range(103, 143)) & set(beyond.tolist())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"])
+def test_what_is_nan_was_480_up_to_0_32_2(older, dtype, either_engine):
+    """mx.dequantize of 0.32.1, .2 and .4 on all bytes: E4M3 codes 7F and FF, of scales or of elements, are all that differs."""
+    r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
+    q = all_bytes(r, np.dtype(dtype))
+    found, now = (fp4kit.dequantize(replace(q, recipe=recipe)) for recipe in (r, newer))
+    codes = np.broadcast_to(q.block_scale, q.shape) if r.scale == E4M3 else q.packed
+    is_nan, sign = codes & 0x7F == 0x7F, np.where(codes & 0x80, -1, 1).astype(np.float32)
+    assert is_nan.any() and np.isnan(now[is_nan]).all() and same_values(found, now)[~is_nan].all()
+    if r.scale == E4M3:
+        expected = sign * 480 * decode(fp4kit.unpack(q.packed), E2M1)
+    else:
+        with np.errstate(over="ignore"):
+            powers = np.ldexp(np.float32(1), q.block_scale.astype(np.int32) - 127).astype(dtype).astype(np.float32)
+            expected = sign * 480 * np.repeat(powers, r.block_size, axis=1)
+    with np.errstate(over="ignore"):
+        assert same_values(found[is_nan], expected[is_nan].astype(dtype)).all()
 
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu"])

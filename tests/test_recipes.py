@@ -10,7 +10,7 @@ import pytest
 import fp4kit
 from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0
-from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe
+from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS
 from fp4kit.recipes.spec import from_spec, to_spec
 from fp4kit.recipes.versions import Versions
@@ -44,6 +44,7 @@ def test_names_exist(r):
 
 def test_every_rule_is_used_or_decodes_recorded_arrays():
     used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
+    used |= {rule.float16 for name, rule in rules.DECODE_RULES.items() if name in used}
     assert set(BLOCK_RULES) | set(TENSOR_RULES) | set(FAKE_RULES) <= used
     assert set(DECODE_RULES) - used == {"e8m0_unbounded"}  # one more decoder of the same codes
 

@@ -12,7 +12,6 @@ from fp4kit.quantized import Quantized
 
 TARGETS = (
     "nvfp4-te",
-    "nvfp4-modelopt",
     "nvfp4-torchao",
     "nvfp4-flashinfer",
     "nvfp4-compressed-tensors",
@@ -41,6 +40,15 @@ def test_spread_of_17_is_exact_and_18_is_not(target, top) -> None:
     wide = fp4kit.requantize(_mxfp4(scales), target)
     before, after = fp4kit.dequantize(_mxfp4(scales)), fp4kit.dequantize(wide.quantized)
     assert wide.changed == np.count_nonzero(before.view(np.uint32) != after.view(np.uint32)) and not wide.exact
+
+
+def test_a_target_without_a_negative_zero_is_not_exact_where_there_are_some() -> None:
+    q = _mxfp4(np.array([[127, 120]]))
+    result = fp4kit.requantize(q, "nvfp4-modelopt")
+    zeros = np.count_nonzero(fp4kit.unpack(q.packed) == 8)
+    assert zeros and result.changed == zeros and not result.exact
+    assert_same_bits(result.quantized.packed, q.packed)
+    assert fp4kit.requantize(_mxfp4(np.array([[127, 120]]), fill=0x7A), "nvfp4-modelopt").exact
 
 
 def test_zero_blocks_do_not_count() -> None:

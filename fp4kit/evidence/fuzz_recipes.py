@@ -23,6 +23,7 @@ E4M3_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scal
 TENSOR_SCALE_RULES = tuple(name for name in E4M3_RULES if not rules.BLOCK_RULES[name].one_level)
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
 E8M0_DECODE = tuple(name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",))
+E4M3_DECODE = ("product", "compressed_tensors", "auto_round", "gguf", "modelopt", "mlx_0322")
 FIELDS = tuple(field.name for field in fields(Recipe))
 Rng = np.random.Generator
 
@@ -149,7 +150,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
     if r.scale is None:
         return {"decode_rule": _pick(rng, ("product", "int_modelopt"))}
     with_amax = ("te", "fouroversix") if r.tensor_scaling != "none" else ()
-    return {"decode_rule": _pick(rng, ("product", "compressed_tensors", "auto_round", "gguf", *with_amax))}
+    return {"decode_rule": _pick(rng, (*E4M3_DECODE, *with_amax))}
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:

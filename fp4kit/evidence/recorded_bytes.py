@@ -66,9 +66,10 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """All element codes, in a row, under every scale code; of a tensor of a dtype."""
+    """All element codes, in a row, under every scale code; of a tensor of a dtype, and a tensor scale of 1 if there is one."""
     count = 2**r.element.bits
     length = max(count, r.block_size)
     codes = np.ascontiguousarray(np.broadcast_to(np.arange(length) % count, (256, length)).astype(np.uint8))
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], length // r.block_size, axis=1)
-    return Quantized(pack(codes) if r.is_packed else codes, scales, None, None, codes.shape, dtype, -1, r)
+    tensor_scale = None if r.tensor_rule is None else np.float32(1)
+    return Quantized(pack(codes) if r.is_packed else codes, scales, tensor_scale, None, codes.shape, dtype, -1, r)

@@ -134,7 +134,10 @@ def _gguf_rows() -> Iterator[Row]:
 def _mlx_rows() -> Iterator[Row]:
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield Row(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
-    yield Row("nvfp4-mlx-cpu-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx")
+    for version in ("", "-0322"):  # which decode recorded codes alike: no scale of theirs is NaN
+        yield Row(f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx")
+    for name in ("mxfp8", "nvfp4"):
+        yield Row(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
     for name in ("mxfp4", "mxfp8"):
         yield Row(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
     yield Row("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")

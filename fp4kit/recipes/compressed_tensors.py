@@ -31,7 +31,7 @@ def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     return of_format(
         fmt, id, block_rule="e8m0_compressed_tensors", round_scaled=True, amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or more, inf or NaN, "
-        "whose byte is an undefined cast there (127 on x86, over codes of 0)",
+        exact=f"its codes and scales{zero_points}; as OCP for an amax of {top} * 2^127 (float16: {top} * 2^15) or more, inf or "
+        "NaN, whose byte is an undefined cast there (127 on x86, over codes of 0)",
         **fields,
     )  # fmt: skip

@@ -21,8 +21,9 @@ def recipes() -> Iterator[Recipe]:
 
 def _nvfp4() -> Iterator[Recipe]:
     dynamic = of_format(
-        NVFP4, "nvfp4-modelopt", tensor_rule="divided", block_rule="modelopt", apply="divide", sign="negative",
-        amax_nan="propagate", source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor", exact="NVFP4QTensor",
+        NVFP4, "nvfp4-modelopt", tensor_rule="divided", block_rule="modelopt", decode_rule="modelopt", apply="divide",
+        sign="negative", amax_nan="propagate", source="Model-Optimizer 0.47 qtensor/nvfp4_tensor.py NVFP4QTensor",
+        exact="NVFP4QTensor, which decodes code 8 to +0",
     )  # fmt: skip
     yield dynamic
     static = replace(
@@ -37,7 +38,8 @@ def _nvfp4() -> Iterator[Recipe]:
         source="Model-Optimizer 0.47 nvfp4_fp8_scale_sweep (Triton), qtensor/nvfp4_tensor.py NVFP4QTensor",
     )  # fmt: skip
     fake = replace(
-        dynamic, id="nvfp4-modelopt-fake", fake_only=True, fake_rule="nvfp4_modelopt_triton", exact="its values on a GPU",
+        dynamic, id="nvfp4-modelopt-fake", decode_rule="product", fake_only=True, fake_rule="nvfp4_modelopt_triton",
+        exact="its values on a GPU",
         source="Model-Optimizer 0.47 kernels/quantization fp4_fake_quant_block (Triton)",
     )  # fmt: skip
     yield fake
@@ -53,14 +55,15 @@ def _nvfp4() -> Iterator[Recipe]:
 
 def _mx() -> Iterator[Recipe]:
     yield of_format(
-        MXFP4, "mxfp4-modelopt", block_rule="e8m0_modelopt", rounding="rnz", sign="not_positive", amax_nan="propagate",
+        MXFP4, "mxfp4-modelopt", block_rule="e8m0_modelopt", decode_rule="e8m0_infinite", rounding="rnz", sign="not_positive",
+        amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/mxfp4_tensor.py MXFP4QTensor",
-        exact="MXFP4QTensor: ties toward zero, every zero is code 8; blocks with inf or NaN are undefined there",
+        exact="MXFP4QTensor: ties toward zero, every zero is code 8, byte 255 is inf; blocks with inf or NaN are undefined there",
     )  # fmt: skip
     yield _fake(MXFP4, "mxfp4-modelopt-fake")
     yield of_format(
-        MXFP8_E4M3, "mxfp8-modelopt", block_rule="e8m0_modelopt", amax_nan="propagate",
-        source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor",
+        MXFP8_E4M3, "mxfp8-modelopt", block_rule="e8m0_modelopt", decode_rule="e8m0_infinite", amax_nan="propagate",
+        source="Model-Optimizer 0.47 qtensor/mxfp8_tensor.py MXFP8QTensor", exact="MXFP8QTensor, which decodes byte 255 to inf",
     )  # fmt: skip
     yield _fake(MXFP8_E4M3, "mxfp8-modelopt-fake")
 

@@ -120,12 +120,14 @@ class DecodeRule(NamedTuple):
     """What a decode rule reads: formats of block scales by name (None: no block scales), and a tensor scale's amax or encode.
 
     unsigned_zero: the code of -0 is +0. float16: the rule that float16 values are decoded by, where it is another.
+    numbers: codes of NaN elements stand for the numbers that their bits spell, 480 in E4M3.
     """
 
     scales: tuple[str | None, ...]
     needs_amax: bool = False
     unsigned_zero: bool = False
     float16: str = ""
+    numbers: bool = False
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -135,6 +137,8 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
     "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
     "auto_round": DecodeRule(("E4M3",)),
+    "modelopt": DecodeRule(("E4M3",), unsigned_zero=True),
+    "mlx_0322": DecodeRule(("E4M3",)),
     "fouroversix": DecodeRule(("E4M3",), needs_amax=True),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
@@ -143,8 +147,11 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "e8m0_unbounded": _POWERS,
     "gguf": DecodeRule(("E4M3",), unsigned_zero=True),
     "e8m0_gguf": DecodeRule(("E8M0",), unsigned_zero=True),
+    "e8m0_infinite": _POWERS,
     "e8m0_mlx": DecodeRule(("E8M0",), float16="e8m0_float16"),
+    "e8m0_mlx_0322": DecodeRule(("E8M0",), float16="e8m0_float16_0322", numbers=True),
     "e8m0_float16": _POWERS,
+    "e8m0_float16_0322": DecodeRule(("E8M0",), numbers=True),
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
-from fp4kit.formats import E4M3, E8M0
+from fp4kit.formats import E4M3, E8M0, ElementFormat
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
@@ -16,7 +18,7 @@ from fp4kit.reference.codec import decode
 from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, round_to
 
 HALF = np.dtype(np.float16)
-GGUF_ABOVE = np.float32(480)  # 15 * 2^5, the pattern of all ones as a number
+ALL_ONES = np.float32(480)  # 15 * 2^5, the pattern of all ones of E4M3 as a number
 
 # Each rule: values (m, blocks, block), block scale codes (m, blocks) or None, tensor scales with an axis for elements -> values.
 # Which of them read the amax or the encode scale is told in recipes/rules.py: for the others these need not be known.
@@ -49,6 +51,17 @@ def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
     return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
 
+def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_product, but code 8 is +0. Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values."""
+    return decode_product(_unsigned_zero(values, recipe), scales, tensor, recipe)
+
+
+def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_product, but scale bytes 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to 0.32.2."""
+    numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
+    return values * (numbers[..., None] * tensor.decode)
+
+
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """value * 2^(scale - 127); 255 is NaN. Source: OCP MX v1.0."""
     return values * decode(scales, E8M0)[..., None]
@@ -76,7 +89,7 @@ def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: Tensor
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """decode_product with scales of 7 bits: bit 7 is ignored and 0x7F is 0, but 0xFF is 480; code 8 is +0. Source: llama.cpp."""
     known = decode(scales & np.uint8(0x7F), E4M3)
-    scale = np.where(scales == 0xFF, GGUF_ABOVE, np.where(scales == 0x7F, np.float32(0), known))
+    scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), known))
     return _unsigned_zero(values, recipe) * (scale[..., None] * tensor.decode)
 
 
@@ -85,9 +98,19 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
     return decode_e8m0_unbounded(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
-def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """decode_e8m0, but 255 is 2^128, which is inf. Source: MLX mx.dequantize on a CPU."""
+def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0, but 255 is 2^128, which is inf. Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor."""
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
+
+
+def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0_infinite; float16 by decode_e8m0_float16. Source: MLX mx.dequantize on a CPU."""
+    return decode_e8m0_infinite(values, scales, tensor, recipe)
+
+
+def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0_mlx of elements of which 7F and FF are 480 and -480. Source: MLX mx.dequantize on a CPU, up to 0.32.2."""
+    return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -104,6 +127,11 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
     return round_to(values * round_to(scale, HALF)[..., None], HALF)
 
 
+def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0_float16 of elements of which 7F and FF are 480 and -480. Source: MLX of float16 on a CPU, up to 0.32.2."""
+    return decode_e8m0_float16(values, scales, tensor, recipe)
+
+
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """value / (max / amax), +0 where amax <= 2^-24."""
     zero = tensor.amax <= TINY_AMAX
@@ -113,13 +141,19 @@ def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, r
 DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{name}"] for name in rules.DECODE_RULES}
 
 
+@lru_cache(64)
+def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
+    """The format that a decode rule reads codes in: with numbers in place of NaN, if the rule says so."""
+    return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
+
+
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
     """float32 values (m, k) of codes (m, k) and block scale codes (m, k / block), by the recipe's decode rule.
 
     Under a tensor scale that no amax gives (implied.UNKNOWN, below zero), by decode_product.
     """
     m, k = codes.shape
-    values = decode(codes, recipe.element).reshape(m, -1, recipe.block_size if recipe.block else k)
+    values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(m, -1, recipe.block_size if recipe.block else k)
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):
         decoded = DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe)

@@ -95,12 +95,13 @@ struct Decoder {
     return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
-  // Whether values are products with the scale.
+  // Whether values are products with the scale; or those of +0 where a code means -0.
   static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
+  static constexpr bool kIsUnsigned = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
   // The values of all 4-bit codes, as planes.
   void put_table(u8* planes) const {
-    if constexpr (!kIsProduct) return put_any_table(planes);
+    if constexpr (!kIsProduct && !kIsUnsigned) return put_any_table(planes);
     Value values[16];
     for (u32 code = 0; code < 16; ++code) values[code] = (*this)(meant(code));
     for (unsigned byte = 0; byte < sizeof(Value); ++byte)
@@ -160,7 +161,7 @@ struct Decoder {
   // Whether all codes of a row, one a byte, mean finite numbers.
   static bool are_finite(const u8* codes, i64 count) {
     u8 most = 0;
-    if constexpr (!kFour && Element::kHasNan)
+    if constexpr (!kFour && Element::kHasNan && !R::DecodeRule::kNumbers)
       for (i64 i = 0; i < count; ++i) most = maximum(most, static_cast<u8>(codes[i] & (Element::kSignBit - 1u)));
     return most <= Element::kMaxCode;
   }

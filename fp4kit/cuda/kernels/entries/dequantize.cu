@@ -48,7 +48,7 @@ FP4KIT_DEVICE Run<Out, Runs<R, Out>::kRun> decode_run(u64 codes, typename R::Dec
     return run;
   } else {
     float values[kRun];
-    decode_values<typename R::Element>(codes, values);
+    decode_values<DecodedElement<R>>(codes, values);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], scale);
     return narrow_run<Out>(values);
@@ -67,7 +67,7 @@ template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const Arguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
     const u32 code = code_at<R, Out>(a, first + i);
-    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<typename R::Element>(code), scale));
+    static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale));
   }
 }
 
@@ -123,7 +123,7 @@ FP4KIT_DEVICE void decode_product_run(const Arguments& a, i64 first, int count, 
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
 #pragma unroll 1
   for (int i = 0; i < count; ++i) {
-    const float value = decode<typename R::Element>(code_at<R, Out>(a, first + i));
+    const float value = decode<DecodedElement<R>>(code_at<R, Out>(a, first + i));
     static_cast<typename Out::Bits*>(a.values)[first + i] = Out::narrow(stored_value<R>(value, scale_code, t));
   }
 }

@@ -4,12 +4,29 @@
 //   apply(value, scale)     the value of an element whose code means `value`
 //   apply_pair              the same for two bfloat16 values, under scales that are powers of two
 //   kNeedsAmax              whether a tensor's amax or encode scale is read, or its decode scale alone
+//   kNumbers                whether codes of NaN elements stand for the numbers that their bits spell: see DecodedElement
 #pragma once
 
 #include "scale.cuh"
 
+// A format with numbers in place of NaN.
+template <class F>
+struct NumbersOf : F {
+  static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
+};
+template <class F, bool kNumbers>
+struct ReadAs {
+  using Format = F;
+};
+template <class F>
+struct ReadAs<F, true> {
+  using Format = NumbersOf<F>;
+};
+template <class R>
+using DecodedElement = typename ReadAs<typename R::Element, R::DecodeRule::kNumbers>::Format;
+
 struct decode_product {
-  static constexpr bool kNeedsAmax = false;
+  static constexpr bool kNeedsAmax = false, kNumbers = false;
   using Scale = float;
   FP4KIT_DEVICE Scale plain(float scale) { return scale; }
   template <class R>
@@ -18,7 +35,7 @@ struct decode_product {
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }  // E8M0: apply, bfloat16
 };
 struct decode_tensor {  // decode_product without block scales
-  static constexpr bool kNeedsAmax = false;
+  static constexpr bool kNeedsAmax = false, kNumbers = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.decode; }
@@ -45,7 +62,7 @@ struct ScaleOfAmax {  // amax is negative where none is known
 FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) { return is_finite(s.scale) && is_finite(s.amax); }
 
 struct decode_fouroversix {
-  static constexpr bool kNeedsAmax = true;
+  static constexpr bool kNeedsAmax = true, kNumbers = false;
   using Scale = ScaleOfAmax;
   FP4KIT_DEVICE Scale plain(float scale) { return {scale, -1.0f, 1.0f}; }
   template <class R>
@@ -58,6 +75,13 @@ struct decode_auto_round : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return inverse(inverse(decode_scale<R>(code) * t.decode)); }
   FP4KIT_DEVICE float inverse(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
+};
+struct decode_modelopt : decode_product {
+  FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
+};
+struct decode_mlx_0322 : decode_product {  // 7F and FF are 480 and -480
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return decode<NumbersOf<typename R::Scale>>(code) * t.decode; }
 };
 struct decode_e8m0 : decode_product {
   template <class R>
@@ -91,9 +115,13 @@ struct decode_e8m0_gguf : decode_e8m0_unbounded {
   FP4KIT_DEVICE float apply(float value, float scale) { return decode_e8m0_unbounded::apply(value + 0.0f, scale); }
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return decode_e8m0_unbounded::apply_pair(Bfloat16::add_zero(values), scales); }
 };
-struct decode_e8m0_mlx : decode_product {
+struct decode_e8m0_infinite : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
+};
+struct decode_e8m0_mlx : decode_e8m0_infinite {};
+struct decode_e8m0_mlx_0322 : decode_e8m0_infinite {
+  static constexpr bool kNumbers = true;
 };
 struct decode_e8m0_float16 : decode_product {
   template <class R>
@@ -104,8 +132,11 @@ struct decode_e8m0_float16 : decode_product {
     return Bfloat16::narrow_pair(low, apply(Bfloat16::widen(values >> 16), Bfloat16::widen(scales >> 16)));
   }
 };
+struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
+  static constexpr bool kNumbers = true;
+};
 struct decode_int_modelopt {
-  static constexpr bool kNeedsAmax = true;
+  static constexpr bool kNeedsAmax = true, kNumbers = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return t.amax <= kTinyAmax ? -1.0f : t.encode; }  // no scale is negative

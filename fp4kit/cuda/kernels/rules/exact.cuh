@@ -68,7 +68,7 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
 // Value of a code under what the block's scales say.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
-  return R::DecodeRule::apply(decode<typename R::Element>(code), scale);
+  return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);
 }
 
 // Words of the codes of a run of kRun elements; the last one may have room for more.
