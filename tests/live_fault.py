@@ -44,3 +44,16 @@ EXEMPT = Call(partial(faulty, above=8.0), exempt=(Exempt("large blocks", large_b
 
 def adapter(call, id="mxfp4-ocp", **fields):
     return Adapter("numpy", "numpy", {id: call}, **fields)
+
+
+def decode(q):
+    return fp4kit.dequantize(q)
+
+
+def decode_without_sign(q):
+    """Decode code 8 to 0 instead of -0."""
+    return fp4kit.dequantize(q) + np.zeros((), q.dtype)
+
+
+DECODER = Call(sound, decode=decode)
+FAULTY_DECODER = Call(sound, decode=decode_without_sign)

@@ -14,10 +14,12 @@ from fp4kit.cli import main
 from fp4kit.evidence.live import draw, run
 from fp4kit.evidence.live.adapter import DTYPES, Call
 from fp4kit.evidence.live.compare import PARTS, compare
+from fp4kit.evidence.live.decoders import EDGES, draw_stored
 from fp4kit.evidence.live.exceptions import block_amax
 from fp4kit.evidence.live.producers import NAMES, WITHOUT
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
 SECONDS = 0.3
@@ -130,6 +132,29 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     assert not compare("mxfp8-te", x, Call(live_fault.sound), signed).differences
     (difference,) = compare("mxfp8-te", x, Call(live_fault.sound), {"codes": q.packed[:, :16]}).differences
     assert str(difference) == "codes: 32 of 32 differ, first uint8 (1, 16) there and uint8 (1, 32) here"
+
+
+def test_decoders_are_compared_too(tmp_path):
+    assert found(live_fault.DECODER).total.differing == 0
+    result = found(live_fault.FAULTY_DECODER)
+    assert 0 < result.total.differing < result.total.arrays
+    first = result.found[0]
+    assert first.kind == "codes and scales" and first.text.startswith("decoded: 1 of 32 differ, first at (0, ")
+    program = tmp_path / "program.py"
+    program.write_text(first.script)
+    ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert ran.returncode == 1 and "AssertionError: array: 1 of 32 differ, first at (0, " in ran.stderr
+
+
+@pytest.mark.parametrize("id", ["nvfp4-te-2d", "mxfp8-te", "mxfp6-torchao-floor-e2m3", "nvfp4-torchao-single"])
+def test_drawn_codes_and_scales_are_reproducible_and_reach_the_edges(id):
+    r = fp4kit.recipe(id)
+    drawn = [[draw_stored(r, live_fault.DECODER, 0, number) for number in range(3, 4 * 40, 4)] for _ in range(2)]
+    for q, again in zip(*drawn, strict=True):
+        assert_same_bits(q, again)
+        assert q.block_scale[:: r.block_rows].repeat(r.block_rows, axis=0).tolist() == q.block_scale.tolist()
+    assert {q.dtype.name for q in drawn[0]} == set(DTYPES)
+    assert set(EDGES) <= set(np.concatenate([q.block_scale.reshape(-1) for q in drawn[0]]).tolist())
 
 
 def test_an_exception_is_counted_where_it_excuses_a_difference():

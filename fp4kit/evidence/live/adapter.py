@@ -25,9 +25,8 @@ class Call:
     dtypes: those of x that the producer takes. columns: what the length of x's rows must be a multiple of.
     exempt: named exceptions, which excuse differences and are counted.
     first, last: the range of the producer's versions for which the recipe is stated; "" has no end.
-    decode: from a Quantized to the values that the producer decodes from its codes and scales, or None. It is given codes and
-        scales that no quantizer makes, such as NaN scales.
-    decode_dtypes: dtypes of the decoded values. decode_scales: scale bytes that the decoder defines.
+    decode: from a Quantized to the values, in its dtype, that the producer decodes from its codes and scales; or None. It is
+        given codes and scales that no quantizer makes, such as NaN scales. decodes: the dtypes that it takes.
     """
 
     function: Callable[[np.ndarray], Parts]
@@ -38,8 +37,7 @@ class Call:
     first: str = ""
     last: str = ""
     decode: Callable[[Any], np.ndarray] | None = None
-    decode_dtypes: tuple[str, ...] = ()
-    decode_scales: range = range(256)
+    decodes: tuple[str, ...] = DTYPES
 
 
 @dataclass(frozen=True)

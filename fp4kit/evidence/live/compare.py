@@ -63,7 +63,7 @@ def compare(id: str, x: np.ndarray, call: Call, theirs: Parts | None = None) -> 
     with np.errstate(all="ignore"):
         for part, v in theirs.items():
             ours = eval(PARTS[part], {"fp4kit": fp4kit}, {"q": q, "v": v, "x": x, "r": r})
-            difference = _difference(part, v, ours, _mask(part, x, q, call, r, v, ours, found.excused), r)
+            difference = difference_of(part, v, ours, _mask(part, x, q, call, r, v, ours, found.excused), r)
             found.differences += [difference] if difference else []
     return found
 
@@ -112,7 +112,8 @@ def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
     return np.isnan(numbers)
 
 
-def _difference(part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe) -> Difference | None:
+def difference_of(part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe) -> Difference | None:
+    """Return what differs between two arrays that are one part, where it is not masked; None if nothing does."""
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         kinds = f"{theirs.dtype} {theirs.shape}", f"{ours.dtype} {ours.shape}"

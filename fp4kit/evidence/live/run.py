@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 import fp4kit
+from fp4kit.evidence.live import decoders
 from fp4kit.evidence.live.adapter import Adapter, Call
-from fp4kit.evidence.live.compare import Compared, compare, differing_parts
+from fp4kit.evidence.live.compare import Compared, Difference, compare, differing_parts
 from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
@@ -168,8 +169,8 @@ def _key(version: str) -> tuple[int, ...]:
 
 def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
     """Compare one drawn array; count it, and shrink a difference of a kind that was not seen before. Return the time of that."""
-    drawn = draw(fp4kit.recipe(id), call.dtypes, seed, number, call.columns)
-    compared, failure = attempt(id, drawn.x, call)
+    case = _drawn(id, call, seed, number)
+    compared, failure = case.attempt(case.value)
     tally = result.recipes[id]
     tally.arrays += 1
     tally.elements += compared.elements
@@ -178,42 +179,76 @@ def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
         return 0.0
     tally.differing += 1
     parts = "raises" if failure else ", ".join(difference.part for difference in compared.differences)
-    signature = (id, str(drawn.x.dtype), parts)
+    signature = (id, case.dtype, parts)
     if signature in result.seen or sum(found.recipe == id for found in result.found) >= SHOWN:
         return 0.0
     start = time.monotonic()
     result.seen.add(signature)
-    text, program = _found(id, call, drawn.x, compared, failure, result)
-    result.found.append(Found(id, drawn.kind, str(drawn.x.dtype), number, text, program))
+    text, script = _shrunk(case, compared, failure, result)
+    result.found.append(Found(id, case.kind, case.dtype, number, text, script))
     return time.monotonic() - start
 
 
-def attempt(id: str, x: np.ndarray, call: Call) -> tuple[Compared, str]:
-    """Return the comparison of one array; and, if the producer raises, what it raised."""
-    try:
-        with quiet():
-            theirs = call.function(x)
-    except Exception as error:  # whatever a changed producer raises is a difference
-        return Compared(elements=x.size), _one_line(error)
-    return compare(id, x, call, theirs), ""
-
-
-def _found(id: str, call: Call, x: np.ndarray, compared: Compared, failure: str, result: Result) -> tuple[str, str]:
-    """Return the difference in a shrunk array as text, and as a program."""
+def _drawn(id: str, call: Call, seed: int, number: int) -> Case:
+    """Return what is drawn as a number: every fourth is for the decoder, if there is one."""
     r = fp4kit.recipe(id)
+    if call.decode is not None and number % 4 == 3:
+        q = decoders.draw_stored(r, call, seed, number)
+        return Case(id, call, q, "codes and scales", str(q.dtype))
+    number -= number // 4 if call.decode is not None else 0
+    drawn = draw(r, call.dtypes, seed, number, call.columns)
+    return Case(id, call, drawn.x, drawn.kind, str(drawn.x.dtype))
+
+
+@dataclass
+class Case:
+    """What is given to a producer: an array to be quantized, or a Quantized to be decoded."""
+
+    id: str
+    call: Call
+    value: Any
+    kind: str
+    dtype: str
+
+    def attempt(self, value: Any) -> tuple[Compared, str]:
+        """Return the comparison for a value; and, if the producer raises, what it raised."""
+        try:
+            with quiet():
+                if isinstance(value, fp4kit.Quantized):
+                    return decoders.compare_decoded(value, self.call), ""
+                theirs = self.call.function(value)
+        except Exception as error:  # whatever a changed producer raises is a difference
+            return Compared(elements=int(np.prod(value.shape))), _one_line(error)
+        return compare(self.id, value, self.call, theirs), ""
+
+    def shrink(self, differs: Callable[[Any], bool]) -> Any:
+        """Return a small value for which `differs` holds."""
+        if isinstance(self.value, fp4kit.Quantized):
+            return decoders.shrunk(self.value, self.call, differs)
+        r = fp4kit.recipe(self.id)
+        return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, SHRINKING)
+
+    def script(self, value: Any, difference: Difference, versions: str) -> str:
+        """Return the program that shows a difference."""
+        if isinstance(value, fp4kit.Quantized):
+            return decoders.script(self.id, self.call, value, difference, versions)
+        return script(self.id, self.call.function, value, difference, versions)
+
+
+def _shrunk(case: Case, compared: Compared, failure: str, result: Result) -> tuple[str, str]:
+    """Return the difference in a shrunk value as text, and as a program."""
     parts = differing_parts(compared.differences)
 
-    def differs(candidate: np.ndarray) -> bool:
-        again, failed = attempt(id, candidate, call)
+    def differs(candidate: Any) -> bool:
+        again, failed = case.attempt(candidate)
         return failed == failure if failure else bool(parts & differing_parts(again.differences))
 
-    small = shrink(x, r.block_rows, lcm(r.length_multiple, call.columns), differs, SHRINKING)
+    small = case.shrink(differs)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     if failure:
-        return f"raises: {failure}", f"# {id} and {versions}\n# raises {failure}\n"
-    again = attempt(id, small, call)[0]
-    first = next(d for d in again.differences if d.part in parts)
-    return str(first), script(id, call.function, small, first, versions)
+        return f"raises: {failure}", f"# {case.id} and {versions}\n# raises {failure}\n"
+    first = next(d for d in case.attempt(small)[0].differences if d.part in parts)
+    return str(first), case.script(small, first, versions)
 
 
 def _one_line(error: BaseException) -> str:

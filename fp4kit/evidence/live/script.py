@@ -19,39 +19,49 @@ PER_LINE = 8
 
 def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Difference, versions: str) -> str:
     """Return a program that raises AssertionError where the producer and fp4kit differ as they did, and nothing otherwise."""
-    call, name = _call(function)
-    head = [f"# {id} and {versions}", f"# {difference}"]
-    imports = ["import ml_dtypes"] * (x.dtype == "bfloat16") + ["import numpy as np"]
-    imports += ["import fp4kit", "from fp4kit.evidence.testing import assert_same_bits"]
-    body = [*_array(x), "", f"theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
+    body = [*lines_of("x", x), "", "theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
     if difference.part != "fake":
         body.append("q = fp4kit.quantize(x, r)")
     body.append(f"assert_same_bits(v, {PARTS[difference.part]})")
-    used, source = _source(inspect.unwrap(_function(function)), name)
-    return "\n".join([*head, *_sorted({*imports, *used}), *source, "", "", *body, ""])
+    return program(f"{id} and {versions}", difference, function, body, x.dtype == "bfloat16", "x")
+
+
+def program(
+    title: str, difference: Difference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
+) -> str:
+    """Return the whole program: what differs, imports, the source of the producer's function, and the body.
+
+    body: lines, in which {call} stands for the call of the function with the argument. narrow: bfloat16 is used.
+    """
+    call, name = _call(function, argument)
+    imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
+    imports += ["import fp4kit", "from fp4kit.evidence.testing import assert_same_bits"]
+    used, source = _source(_function(function), name)
+    lines = [line.replace("{call}", call) for line in body]
+    return "\n".join([f"# {title}", f"# {difference}", *_sorted({*imports, *used}), *source, "", "", *lines, ""])
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.func if isinstance(function, partial) else function
 
 
-def _call(function: Callable[..., Any]) -> tuple[str, str]:
-    """Return the call of a function, or of a partial of one, with x; and the function's name."""
+def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
+    """Return the call of a function, or of a partial of one, with an argument; and the function's name."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
-    return f"{name}({', '.join([*given, 'x', *named])})", name
+    return f"{name}({', '.join([*given, argument, *named])})", name
 
 
-def _array(x: np.ndarray) -> list[str]:
-    """Return statements that make x from bit patterns; a few per line."""
+def lines_of(name: str, x: np.ndarray) -> list[str]:
+    """Return a statement that makes an array from bit patterns, a few per line."""
     bits = bit_patterns(x)
     width = 2 * x.dtype.itemsize
     numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
     lines = [", ".join(numbers[i : i + PER_LINE]) for i in range(0, len(numbers), PER_LINE)]
     dtype = f"ml_dtypes.{x.dtype}" if x.dtype == "bfloat16" else f"np.{x.dtype}"
-    made = [f"    {line}," for line in lines]
-    return ["x = np.array([", *made, f"], np.{bits.dtype}).view({dtype}).reshape({x.shape})"]
+    view = "" if x.dtype == bits.dtype else f".view({dtype})"
+    return [f"{name} = np.array([", *(f"    {line}," for line in lines), f"], np.{bits.dtype}){view}.reshape({x.shape})"]
 
 
 def _sorted(imports: set[str]) -> list[str]:

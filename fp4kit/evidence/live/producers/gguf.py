@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 
 
@@ -20,10 +21,18 @@ def _mxfp4(x: np.ndarray) -> Parts:
     }
 
 
+def _decode(q: fp4kit.Quantized) -> np.ndarray:
+    from gguf import quants
+
+    codes = fp4kit.unpack(q.packed).reshape(*q.block_scale.shape, 2, 16)
+    blocks = np.concatenate([q.block_scale[..., None], codes[..., 0, :] | codes[..., 1, :] << 4], axis=-1)
+    return quants.dequantize(blocks.reshape(len(blocks), -1), quants.GGMLQuantizationType.MXFP4)
+
+
 ADAPTER = Adapter(
     name="gguf",
     module="gguf",
     beside=("numpy",),
-    calls={"mxfp4-gguf": Call(_mxfp4, ("float32",))},
+    calls={"mxfp4-gguf": Call(_mxfp4, ("float32",), decode=_decode, decodes=("float32",))},
     left_out={"nvfp4-gguf": "gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function"},
 )

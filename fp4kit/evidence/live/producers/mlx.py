@@ -42,8 +42,17 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
     return {"codes": codes if mode == "mxfp8" else fp4kit.unpack(codes), **parts}
 
 
-def _since(first: str, mode: str, **options: Any) -> Call:
-    return Call(partial(_quantize, mode=mode, **options), columns=32, first=first)
+def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
+    import mlx.core as mx
+
+    with mx.stream(mx.cpu):
+        words, scales = mx.array(q.packed.view(np.uint32)), mx.array(q.block_scale)
+        return _numpy(mx.dequantize(words, scales, mode=mode, dtype=getattr(mx, str(q.dtype))))
+
+
+def _since(first: str, mode: str, last: str = "", **options: Any) -> Call:
+    decode = None if options else partial(_decode, mode=mode)
+    return Call(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 
 
 ADAPTER = Adapter(
@@ -55,8 +64,8 @@ ADAPTER = Adapter(
         "nvfp4-mlx-cpu-global": _since("0.31.2", "nvfp4", with_global=True),
         "mxfp4-mlx-cpu": _since("0.32.2", "mxfp4"),
         "mxfp8-mlx-cpu": _since("0.32.2", "mxfp8"),
-        "mxfp4-mlx-cpu-0321": Call(partial(_quantize, mode="mxfp4"), last="0.32.1"),
-        "mxfp8-mlx-cpu-0321": Call(partial(_quantize, mode="mxfp8"), last="0.32.1"),
+        "mxfp4-mlx-cpu-0321": _since("", "mxfp4", last="0.32.1"),
+        "mxfp8-mlx-cpu-0321": _since("", "mxfp8", last="0.32.1"),
     },
     left_out={
         "nvfp4-mlx-metal": "Metal kernels need an Apple GPU",

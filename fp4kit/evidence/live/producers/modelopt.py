@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,21 @@ def _mxfp8(x: np.ndarray) -> Parts:
     return {"codes": to_numpy(t._quantized_data), "block_scale": to_numpy(scale), **_values(t, scale=scale)}
 
 
+def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
+    import torch
+    from modelopt.torch.quantization import qtensor
+
+    dtype = getattr(torch, str(q.dtype))
+    codes, scales = to_torch(q.packed), to_torch(q.block_scale)
+    given: dict[str, Any] = {"scale": scales, "block_sizes": {-1: q.recipe.block_size}}
+    if kind == "NVFP4QTensor":
+        given = {**given, "scale": scales.view(torch.float8_e4m3fn), "double_scale": to_torch(np.asarray(q.tensor_scale))}
+    if kind == "MXFP8QTensor":
+        codes = codes.view(torch.float8_e4m3fn)
+    t = getattr(qtensor, kind)(torch.Size(q.shape), dtype, codes)
+    return to_numpy(t.dequantize(dtype, **given)).reshape(q.shape)
+
+
 _KERNEL = "a kernel of Model-Optimizer, which needs a GPU"
 _DIVIDED = (
     *("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt", "int8-modelopt-channel", "int8-modelopt-narrow"),
@@ -64,9 +80,9 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-modelopt": Call(_nvfp4, exempt=(NAN_TENSOR,)),
-        "mxfp4-modelopt": Call(_mxfp4),
-        "mxfp8-modelopt": Call(_mxfp8),
+        "nvfp4-modelopt": Call(_nvfp4, exempt=(NAN_TENSOR,), decode=partial(_decode, kind="NVFP4QTensor")),
+        "mxfp4-modelopt": Call(_mxfp4, decode=partial(_decode, kind="MXFP4QTensor")),
+        "mxfp8-modelopt": Call(_mxfp8, decode=partial(_decode, kind="MXFP8QTensor")),
     },
     left_out={
         **dict.fromkeys(("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"), "needs a calibrated quantizer of a model"),

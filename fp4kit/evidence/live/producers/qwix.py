@@ -44,15 +44,13 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
     return {"codes": codes, "block_scale": exponents.astype(np.uint8), "fake": values}
 
 
-_ADAPTER_DTYPES = ("float32", "bfloat16")
 ADAPTER = Adapter(
     name="qwix",
     module="qwix",
     beside=("jax", "jaxlib"),
     prepare=_prepare,
     calls={
-        "nvfp4-qwix": Call(partial(_quantize, kind="nvfp4"), _ADAPTER_DTYPES),
-        "nvfp4-qwix-float16": Call(partial(_quantize, kind="nvfp4"), ("float16",)),
+        "nvfp4-qwix": Call(partial(_quantize, kind="nvfp4")),
         "mxfp4-qwix": Call(partial(_quantize, kind="mxfp4"), exempt=(SCALE_BEYOND_E8M0,)),
         "mxfp8-qwix": Call(partial(_quantize, kind="mxfp8"), exempt=(SCALE_BEYOND_E8M0,)),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -44,18 +45,42 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
     return parts if scale is None else {**parts, "tensor_scale": to_numpy(scale)}
 
 
+def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
+    import torch
+    from torchao.prototype.mx_formats.mx_tensor import to_dtype
+
+    kind = getattr(torch, element, element)
+    codes, scales = to_torch(q.packed), to_torch(q.block_scale).view(torch.float8_e8m0fnu)
+    codes = codes.view(kind) if element.startswith("float8") else codes
+    return to_numpy(to_dtype(codes, scales, kind, 32, getattr(torch, str(q.dtype))))
+
+
+def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
+    import torch
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    dtype = getattr(torch, str(q.dtype))
+    scale = None if q.tensor_scale is None else to_torch(np.asarray(q.tensor_scale))
+    scales = to_torch(q.block_scale).view(torch.float8_e4m3fn)
+    return to_numpy(NVFP4Tensor(to_torch(q.packed), scales, 16, dtype, scale).dequantize(dtype))
+
+
 def _calls() -> dict[str, Call]:
     """Return the calls by recipes: of two recipes, one ending in -018, for the same call, the installed version chooses."""
     known = fp4kit.recipes()
-    nvfp4 = {"nvfp4-torchao": partial(_nvfp4, single=False), "nvfp4-torchao-single": partial(_nvfp4, single=True)}
-    mx = {
-        id.format(mode): partial(_mx, element=element, mode=mode)
+    nvfp4: dict[str, tuple[Any, Any]] = {
+        id: (partial(_nvfp4, single=single), _decode_nvfp4)
+        for id, single in (("nvfp4-torchao", False), ("nvfp4-torchao-single", True))
+    }
+    mx: dict[str, tuple[Any, Any]] = {
+        id.format(mode): (partial(_mx, element=element, mode=mode), partial(_decode_mx, element=element))
         for id, element in _ELEMENTS.items()
         for mode in ("floor", "rceil", "ceil", "even")
     }
     found = {}
-    for id, function in {**nvfp4, **mx}.items():
-        call = Call(function, ("float32", "bfloat16"), exempt=(NAN_SCALE,))
+    taken = ("float32", "bfloat16")
+    for id, (function, decode) in {**nvfp4, **mx}.items():
+        call = Call(function, taken, exempt=(NAN_SCALE,), decode=decode, decodes=taken)
         older = f"{id}-018"
         if older in known:
             found[older] = replace(call, last="0.18.99")

@@ -1,0 +1,85 @@
+"""Decoders: what a producer makes of drawn codes and scales, which no quantizer need give, beside fp4kit.dequantize."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.fuzz_arrays import DTYPES
+from fp4kit.evidence.live.adapter import Call
+from fp4kit.evidence.live.compare import Compared, Difference, difference_of
+from fp4kit.evidence.live.script import lines_of, program
+
+ROWS, BLOCKS = (1, 2, 3), (2, 3, 6)
+EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN scales of E8M0 and E4M3
+
+
+def draw_stored(r: fp4kit.Recipe, call: Call, seed: int, number: int) -> fp4kit.Quantized:
+    """Return drawn codes and scales: half of the blocks with a scale near 1, the others with any byte, or one of EDGES."""
+    rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
+    rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
+    codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
+    one = np.where(rng.random((rows, blocks)) < 0.5, 127 if r.scale is fp4kit.formats.E8M0 else 0x38, 0)
+    any_byte = np.where(rng.random(one.shape) < 0.2, rng.choice(EDGES, one.shape), rng.integers(0, 256, one.shape))
+    scales = np.where(one > 0, one + rng.integers(-8, 8, one.shape), any_byte).astype(np.uint8)
+    scales = np.repeat(scales[:: r.block_rows], r.block_rows, axis=0)[:rows]
+    tensor = np.float32(np.exp2(rng.uniform(-16, 4))) if r.tensor_scaling == "tensor" else None
+    dtype = DTYPES[call.decodes[number // 4 % len(call.decodes)]]
+    return _stored(codes, scales, tensor, dtype, r)
+
+
+def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
+    packed = fp4kit.pack(codes) if r.is_packed else codes
+    tensor = None if tensor is None else np.asarray(tensor)
+    return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
+
+
+def compare_decoded(q: fp4kit.Quantized, call: Call) -> Compared:
+    """Run the producer's decoder and fp4kit's, and compare the values."""
+    assert call.decode is not None
+    with np.errstate(all="ignore"):
+        theirs, ours = call.decode(q), fp4kit.dequantize(q)
+        found = difference_of("values", theirs, ours, np.zeros(np.shape(theirs), bool), q.recipe)
+    return Compared([replace(found, part="decoded")] if found else [], elements=ours.size)
+
+
+def shrunk(q: fp4kit.Quantized, call: Call, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
+    """Return the smallest part of q, and the one with the fewest codes that are not 0, for which `differs` still holds."""
+    for candidate in _smaller(q, call):
+        if differs(candidate):
+            q = candidate
+            break
+    for i in range(q.shape[-1]):
+        codes = fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed.copy()
+        codes[:, i] = 0
+        candidate = _stored(codes, q.block_scale, q.tensor_scale, q.dtype, q.recipe)
+        q = candidate if differs(candidate) else q
+    return q
+
+
+def _smaller(q: fp4kit.Quantized, call: Call) -> Iterator[fp4kit.Quantized]:
+    """Yield parts of q: as many blocks as the producer takes, of as many rows as share a scale."""
+    r = q.recipe
+    codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
+    step = max(1, call.columns // r.block_size)
+    for row in range(0, q.shape[0], r.block_rows):
+        for block in range(0, q.block_scale.shape[1], step):
+            rows, columns = slice(row, row + r.block_rows), slice(block * r.block_size, (block + step) * r.block_size)
+            yield _stored(codes[rows, columns], q.block_scale[rows, block : block + step], q.tensor_scale, q.dtype, r)
+
+
+def script(id: str, call: Call, q: fp4kit.Quantized, difference: Difference, versions: str) -> str:
+    """Return a program that raises AssertionError where the producer decodes q as it did."""
+    assert call.decode is not None
+    parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)
+    body = [line for name in parts for line in lines_of(name, np.asarray(getattr(q, name)))]
+    dtype = f"ml_dtypes.{q.dtype}" if q.dtype == "bfloat16" else f"np.{q.dtype}"
+    tensor = "None" if q.tensor_scale is None else "tensor_scale"
+    made = f'fp4kit.Quantized(packed, block_scale, {tensor}, None, {q.shape}, {dtype}, -1, "{id}")'
+    body += ["", f"q = {made}", "theirs = {call}", "assert_same_bits(theirs, fp4kit.dequantize(q))"]
+    return program(f"{id} and {versions}", difference, call.decode, body, q.dtype == "bfloat16", "q")
