@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exhaustive import by_default
 from on_gpu import ON_GPU, blocks, check, cupy, differing
+from wrapped import over_scales, tiny_scales
 
 import fp4kit
 from fp4kit.recipes import RECIPES
@@ -93,3 +94,18 @@ def test_what_searches_in_groups_and_what_needs_no_search(name) -> None:
     on_device = fp4kit.quantize(d, name, **{part: cupy.asarray(a) for part, a in given.items()})
     assert differing(on_device.packed, fp4kit.quantize(x, name, **given).packed) == 0
     assert differing(fp4kit.dequantize(on_device), fp4kit.dequantize(fp4kit.quantize(x, name, **given))) == 0
+
+
+@pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
+@pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name])
+def test_codes_that_wrap_around(name, dtype) -> None:
+    """Blocks under subnormal scales, whose elements reach 9 scales, and a tensor amax that is too small for all of them."""
+    x = tiny_scales(dtype, RECIPES[name].scale_max)
+    for tensor_amax in (None, np.float32(x.max() / 3), np.float32(x.max() / 100), np.float32(1e-30)):
+        check(x, name, tensor_amax=tensor_amax)
+        gpu = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
+        assert differing(gpu, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax)) == 0
+    check(over_scales().astype(dtype), name, tensor_amax=np.float32(2688))
+    q = fp4kit.quantize(x, name)
+    given = {"block_scale": cupy.asarray(q.block_scale), "tensor_scale": cupy.asarray(q.tensor_scale)}
+    assert differing(fp4kit.quantize(cupy.asarray(x), name, **given).packed, q.packed) == 0

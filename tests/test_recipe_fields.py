@@ -48,7 +48,13 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
     "decode_rule": ("nvfp4-te", {"decode_rule": None}, V, "decode_rule is None; needs one of product, te"),
     "fake_rule": ("nvfp4-te", {"fake_rule": "te"}, V, "fake_rule is 'te'; needs one of nvfp4_modelopt_triton"),
     "apply": ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide, compare"),
-    "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, rns, first"),
+    "rounding": ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, rns, rnw, first"),
+    "rounding without end": (
+        "mxfp6-compressed-tensors", {"rounding": "rnw"}, V, "rounding is 'rnw'; needs E2M1, whose steps it continues"
+    ),
+    "rounding without end in float16": (
+        "nvfp4-te-4over6-mse-256-fasterr", {"rounding": "rnw"}, V, "fast_error is True; is not defined with flush, nor with"
+    ),
     "rounding as a list": ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
     "sign": ("nvfp4-te", {"sign": "plus"}, V, "sign is 'plus'; needs one of signbit, negative, not_positive, unsigned_zero"),
     "amax_nan": ("nvfp4-te", {"amax_nan": "drop"}, V, "amax_nan is 'drop'; needs one of ignore, propagate, lanes"),
@@ -260,7 +266,7 @@ def test_names_of_rules_are_those_of_the_specification():
     assert named(scaling, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert named(dequantize, "decode_") == {*rules.DECODE_RULES}
     assert {*fake.FAKE_RULES} == {*rules.FAKE_RULES}
-    assert set(rules.ROUNDINGS) == {*ROUNDINGS, "first"} and set(rules.SIGNS) == set(codec.SIGNS)
+    assert set(rules.ROUNDINGS) == {*ROUNDINGS, "rnw", "first"} and set(rules.SIGNS) == set(codec.SIGNS)
 
 
 def test_names_of_rules_are_those_of_the_kernels():

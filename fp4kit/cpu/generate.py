@@ -84,6 +84,7 @@ def _choice(r: Recipe) -> list[str]:
         f"using Scale = {_format(r.scale or E4M3)};",
         f"using TensorRule = tensor_{top_rule(r)};",
         f"static constexpr int kScaleMax = {r.scale_max};",
+        f"static constexpr Rounding kRounding = Rounding::{r.rounding};",
         *(f"static constexpr bool {name} = {_bool(value)};" for name, value in facts.items()),
     ]
 

@@ -22,6 +22,7 @@ def rule_key(r: Recipe) -> str | None:
         return None
     if r.four_over_six:
         flags = [name for name in ("fast_error", "lane_sums", "keep_infinity", "flush") if getattr(r, name)]
+        flags += [r.rounding] * (r.rounding != "rn")
         return " ".join([r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags])
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
     return f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity

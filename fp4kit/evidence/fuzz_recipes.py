@@ -84,7 +84,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
     """Rules of E4M3 scales, and 4over6, are made for E2M1."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
-    if r.scale == E4M3 or r.nan_code:
+    if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
         return {}
     return {"element": _pick(rng, FLOAT_ELEMENTS[:5] if rng.random() < 0.8 else FLOAT_ELEMENTS)}
 
@@ -99,8 +99,10 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
     if r.four_over_six or r.apply == "compare":
-        return {}
-    rounding = _pick(rng, [name for name in rules.ROUNDINGS if name != "first" or not (r.element.is_integer or r.nan_is_max)])
+        return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
+    unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
+    unfit |= set() if r.element == E2M1 else {"rnw"}
+    rounding = _pick(rng, [name for name in rules.ROUNDINGS if name not in unfit])
     return {"rounding": rounding} | ({"nan_code": 0} if rounding == "first" else {})
 
 
@@ -184,7 +186,8 @@ def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
         return {}
     exact = bool(not r.flush and rng.random() < 0.5)
     error = _pick(rng, rules.ERRORS if exact else rules.ERRORS[:2])
-    return {"four_over_six": error, "fast_error": not exact and not r.flush, "lane_sums": bool(exact and rng.random() < 0.5)}
+    fast = not exact and not r.flush and r.rounding == "rn"
+    return {"four_over_six": error, "fast_error": fast, "lane_sums": bool(exact and rng.random() < 0.5)}
 
 
 CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {

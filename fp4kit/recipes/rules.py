@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "first")
+ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "first")
 SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")

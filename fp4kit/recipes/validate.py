@@ -195,8 +195,8 @@ def _check_four_over_six(r: Any) -> None:
         _refuse(r, "element", "four_over_six needs E2M1")
     if r.block_rows & (r.block_rows - 1):
         _refuse(r, "block", "four_over_six adds errors of rows in pairs; needs a power of two of rows")
-    if r.fast_error and r.flush:
-        _refuse(r, "fast_error", "is not defined with flush")
+    if r.fast_error and (r.flush or r.rounding == "rnw"):
+        _refuse(r, "fast_error", "is not defined with flush, nor with rounding 'rnw', whose values float16 may not hold")
     if r.lane_sums and (r.flush or r.fast_error or r.block_size % 8):
         _refuse(r, "lane_sums", "needs blocks of a multiple of 8 columns, and neither flush nor fast_error")
     if r.four_over_six == "max" and (r.flush or r.fast_error):
@@ -256,14 +256,14 @@ def unfit_for_sweep(r: Any) -> str | None:
         "tensor_scaling": r.tensor_scaling == "tensor",
         "block_rule": r.block_rule not in rules.TOPS,
         "tensor_rule": r.tensor_rule not in rules.TOPS,
-        "rounding": r.rounding != "rz",
+        "rounding": r.rounding not in ("rz", "rnw"),
     }
     return next((name for name, fit in fits.items() if not fit), None)
 
 
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
     """Fields that a rule's own arithmetic would leave without a meaning."""
-    if r.rounding != "rn":
+    if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest, 'rn'")
     for name in (*flags, "round_scaled", "nan_is_max"):
         if getattr(r, name):
@@ -275,6 +275,8 @@ def _check_options(r: Any) -> None:
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
         _check_first(r)
+    if r.rounding == "rnw" and r.element != E2M1:
+        _refuse(r, "rounding", f"needs E2M1, whose steps it continues; element is {r.element}")
     if r.apply == "compare":
         _check_comparison(r)
     if r.narrow and not r.element.is_integer:

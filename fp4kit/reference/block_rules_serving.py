@@ -68,7 +68,7 @@ def factor_quark_file(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, 
 
 
 def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3((amax / 6) * S_enc); NaN, of zeros, counts as 0. Source: fouroversix pytorch/reference.py, static_6."""
+    """E4M3((amax / 6) * S_enc), 0 in a tensor of zeros. Source: fouroversix pytorch/reference.py, static_6."""
     return _ratio_code(amax / recipe.element.max, tensor)
 
 
@@ -78,17 +78,20 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    ratio = ratio * tensor.encode
-    return encode(np.where(np.isnan(ratio), ZERO, ratio), E4M3)
+    return encode(zero_of_zeros(ratio * tensor.encode, tensor), E4M3)
+
+
+def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
+    """Return ratios of block scales, which are 0 in a tensor of zeros; 0 * inf is NaN where another S_enc is infinite."""
+    return np.where(tensor.amax == 0, ZERO, ratio)
 
 
 def factor_fouroversix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """1 / (S_dec * scale), 0 under a scale of 0; NaN where S_dec is infinite, and for an infinite factor that is not kept."""
+    """1 / (S_dec * scale), 0 under a scale of 0; NaN for an infinite factor that is not kept."""
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
     inverse = np.where(np.isinf(inverse) & (not recipe.keep_infinity), NAN, inverse)
-    factor = np.where(scale == 0, ZERO, inverse)
-    return np.where(np.isfinite(tensor.decode), factor, NAN)
+    return np.where(scale == 0, ZERO, inverse)
 
 
 factor_fouroversix_4 = factor_fouroversix

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E8M0, ElementFormat
+from fp4kit.formats import E2M1, E8M0, ElementFormat
 from fp4kit.reference.arith import ONE
 from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
@@ -53,6 +54,26 @@ def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.floa
     return codes
 
 
+def nearest_unbounded(a: np.ndarray) -> np.ndarray:
+    """Return the E2M1 value nearest to float32 a >= 0, ties to even, from 4 on in steps of 2 without end; NaN for inf and NaN.
+
+    Source: fouroversix quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
+    """
+    beyond = np.where(np.isfinite(a), np.float32(2) * np.rint(a / np.float32(2)), np.float32(np.nan))
+    return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)
+
+
+def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
+    """Return the codes (uint8) of v = nearest_unbounded(a), a finite. From 8 on they are the last four bits of
+
+    2 * (exponent of bfloat16(v) + 1) + the first bit of its mantissa: 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ...
+    Source: fouroversix quantize_bf16_to_unpacked_fp4.
+    """
+    near = nearest_unbounded(a)
+    bits = near.astype(ml_dtypes.bfloat16).view(np.uint16)
+    return np.where(near < 8, encode_magnitude(a, E2M1), ((bits >> 6) - 2 * 126).astype(np.uint8) & 15)
+
+
 def encode(
     x: np.ndarray,
     fmt: ElementFormat,
@@ -65,17 +86,19 @@ def encode(
 
     x: float32 (float16 and bfloat16 are widened, exactly).
     rounding: "rn" nearest ties to even, "rz" toward zero, "rna" nearest ties away, "rnz" nearest ties toward zero,
+        "rnw" nearest_unbounded, for E2M1: the code of 8 and more keeps its last four bits (_wrapped_magnitude), and that of a
+        negative value has its bit 3 set, so that 8 and -8 are both code 8; inf is NaN,
         "first" the first code in order of the nearest value: first_of_least, with steps of which values are multiples.
     sign: "signbit" (-0 -> code of -0), "negative" (only x < 0), "not_positive" (+0 too),
         "unsigned_zero" (only x < 0 that does not round to zero).
-    Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too); NaN becomes
-    nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
+    Numerics: finite values beyond the largest, and +-inf, become +-max (for formats with an infinity too) unless rounding is
+    "rnw"; NaN becomes nan_code, by default fmt.nan_code; subnormal values and subnormal codes are honoured.
     Integers: round, then clamp to [-2^(bits-1), 2^(bits-1) - 1]. E8M0: encode_e8m0, which has its own roundings.
     """
     if not fmt.has_zero:
         return encode_e8m0(x, rounding)
     x = np.asarray(x, np.float32)
-    nan = np.isnan(x)
+    nan = ~np.isfinite(x) if rounding == "rnw" else np.isnan(x)
     any_nan = bool(nan.any())
     if any_nan:
         x = np.where(nan, np.float32(0), x)
@@ -90,7 +113,10 @@ def encode(
 
 def _encode_float(x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32) -> np.ndarray:
     a = np.abs(x)
-    codes = first_of_least(a, fmt, step) if rounding == "first" else encode_magnitude(a, fmt, rounding)
+    if rounding == "first":
+        codes = first_of_least(a, fmt, step)
+    else:
+        codes = _wrapped_magnitude(a) if rounding == "rnw" else encode_magnitude(a, fmt, rounding)
     codes |= np.where(SIGNS[sign](x, codes), np.uint8(fmt.sign_bit), np.uint8(0))
     return codes
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_ftz, flush, multiply_ftz
-from fp4kit.reference.block_rules_serving import factor_fouroversix
+from fp4kit.reference.block_rules_serving import factor_fouroversix, zero_of_zeros
 from fp4kit.reference.blocks import spread_rows
-from fp4kit.reference.codec import decode, encode
+from fp4kit.reference.codec import decode, encode, nearest_unbounded
 from fp4kit.reference.scaling import TensorScale, full_range
 from fp4kit.reference.sums import sum_lanes
 
@@ -20,11 +21,21 @@ Operation = Callable[..., np.ndarray]
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {False: (np.multiply, np.divide), True: (multiply_ftz, divide_ftz)}
 
 
-def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Scale codes (rows of blocks, blocks) and element codes for block scale E4M3(min(base, 448))."""
-    base = np.where(np.isnan(base), np.float32(0), base) if recipe.lane_sums else base
-    scales = encode(base, E4M3)
-    return scales, _encode_by(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
+class _Candidate(NamedTuple):
+    """A scale that blocks may have: scale codes (rows of blocks, blocks), element codes (m, blocks, 16) and their E2M1 values."""
+
+    scales: np.ndarray
+    codes: np.ndarray
+    values: np.ndarray
+
+
+def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
+    """Return the candidate of block scale E4M3(min(base, 448))."""
+    scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
+    scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
+    codes = _codes_of(scaled, recipe)
+    unbounded = recipe.rounding == "rnw"
+    return _Candidate(scales, codes, nearest_unbounded(np.abs(scaled)) * np.sign(scaled) if unbounded else decode(codes, E2M1))
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -35,15 +46,20 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
     return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
 
 
-def _encode_by(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Element codes (m, blocks, 16) by factors (m, blocks)."""
+def _scaled(factor: np.ndarray, blocks: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the elements (m, blocks, 16) times factors (m, blocks)."""
     multiply, _ = ARITHMETIC[recipe.flush]
-    return encode(multiply(blocks, factor[..., None]), E2M1, "rn", recipe.sign, recipe.nan_code)
+    return multiply(blocks, factor[..., None])
+
+
+def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return the element codes of scaled elements."""
+    return encode(scaled, E2M1, recipe.rounding, recipe.sign, recipe.nan_code)
 
 
 def encode_under(scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Element codes under scales that were chosen: those of either candidate, under its scale. scales, amax: (m, blocks)."""
-    return _without_zero_blocks(_encode_by(factor_of(scales, tensor, recipe), blocks, recipe), amax, recipe)
+    return _without_zero_blocks(_codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe)
 
 
 def leaves_zero_blocks(recipe: Recipe) -> bool:
@@ -69,12 +85,12 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
     return divide(multiply(scaled, tensor.amax[..., None]), full_range(recipe))
 
 
-def _error(blocks: np.ndarray, scales: np.ndarray, codes: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Sum over the elements of a block, in their order, of |d| or d * d, or the largest |d|; float32, no fused multiply-add.
 
     d = decoded - x;   fast_error: d = float16(q * scale) - x * S_enc
     """
-    scaled = decode(codes, E2M1) * spread_rows(decode(scales, E4M3), recipe, len(blocks))[..., None]
+    scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
         difference = scaled.astype(np.float16).astype(np.float32) - blocks * tensor.encode[..., None]
     else:
@@ -122,9 +138,9 @@ def quantize_four_over_six(
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)
-    scales6, codes6 = _candidate(base, blocks, tensor, recipe)
-    scales4, codes4 = _candidate(multiply(base, np.float32(1.5)), blocks, tensor, recipe)
-    four = _error(blocks, scales4, codes4, tensor, recipe) < _error(blocks, scales6, codes6, tensor, recipe)
-    scales = spread_rows(np.where(four, scales4, scales6), recipe, len(blocks))
-    codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], codes4, codes6)
+    at_six = _candidate(base, blocks, tensor, recipe)
+    at_four = _candidate(multiply(base, np.float32(1.5)), blocks, tensor, recipe)
+    four = _error(blocks, at_four, tensor, recipe) < _error(blocks, at_six, tensor, recipe)
+    scales = spread_rows(np.where(four, at_four.scales, at_six.scales), recipe, len(blocks))
+    codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], at_four.codes, at_six.codes)
     return _without_zero_blocks(codes, spread_rows(amax, recipe, len(blocks)), recipe), scales

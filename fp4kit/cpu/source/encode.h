@@ -16,9 +16,13 @@ constexpr bool kHasSlowDivision = false;
 // Whether elements may meet a factor here.
 static __forceinline__ bool is_usable(float factor, bool by_zero) { return bits_of(factor) < kInfinityBits & (by_zero | (factor != 0.0f)); }
 
-// Whether codes are nearest ones of E2M1, found of magnitudes.
+// Whether codes from 7 scales on wrap around, and are NaN where a product overflows.
 template <class E>
-constexpr bool kNearestE2m1 = E::Format::kIsE2m1 && E::kRounding == Rounding::rn && !E::kCompare && E::kSign != Sign::not_positive;
+constexpr bool kWraps = E::kRounding == Rounding::rnw;
+
+// Whether codes are nearest ones of E2M1, found of magnitudes; those that wrap, of elements below kShortMost scales alone.
+template <class E>
+constexpr bool kNearestE2m1 = E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;
 
 // How elements meet their factors: as the recipe says; or, where what they are encoded from is below kShortMost and factors are usual, without
 // what cannot be then, and divisors by quotient_by or as divisor_of says; or divisors as multipliers.
@@ -109,7 +113,7 @@ template <class E, class In, bool kStochastic, Way kWay>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float then, u32 random) {
   using Format = typename E::Format;
   if constexpr (!kStochastic)
-    if constexpr (kNearestE2m1<E>) return nearest_code_of<E, In, kWay>(bits, factor, then);
+    if constexpr (kNearestE2m1<E> && (kWay != Way::any || !kWraps<E>)) return nearest_code_of<E, In, kWay>(bits, factor, then);
   const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.by);
   const float y = scaled<E, In, Way::any>(x, factor, then);

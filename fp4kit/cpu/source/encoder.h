@@ -116,6 +116,16 @@ struct Encoder {
     return factors;
   }
 
+  // Whether products of elements below these amaxes with the factors of their blocks are finite, where one that is not has the code of NaN.
+  bool keeps_finite(const float* amax, i64 step, const float* by_block, i64 count) const {
+    u32 bad = 0;
+    for (i64 b = 0; element.wraps && b < count; ++b) {
+      const float most = amax[b * step];
+      bad |= static_cast<u32>(!is_finite(element.divides ? most / by_block[b] : most * by_block[b]));
+    }
+    return !bad;
+  }
+
   // Codes of a row, as they are stored.
   void put_codes(const Bits* x, const Part& part, i64 row, Factors factors) const {
     u8 stream[kWidth + 32];
@@ -157,12 +167,16 @@ struct Encoder {
     const float *amax = known.data ? known.data + line * known.step + first : found, *scaled_amax = amax;
     Factors factors{by_block};
     if (call.rule < 0) {
-      if (largest_of<In>(x, part.rows, part.columns) >= Input<In>::kInfinity) return false;
+      const Bits most = largest_of<In>(x, part.rows, part.columns);
+      if (most >= Input<In>::kInfinity) return false;
       put_factors(part, given, count, by_block);
+      const float all[1] = {Input<In>::value(most)};
+      if (!keeps_finite(all, 0, by_block, count)) return false;
     } else {
       if (!known.data && !find_amax(x, part.rows, count, found)) return false;
       if (call.block_amax) scaled_amax = call.block_amax + given;
       if (!find_scales(x, part.rows, count, scaled_amax, tensor(part.row), codes, by_block)) return false;
+      if (!keeps_finite(amax, 1, by_block, count)) return false;
       if (call.scales)
         for (i64 i = 0; i < part.rows; ++i) std::memcpy(call.scales + (part.row + i) * call.scales_step + first, codes, count);
       factors.way = way_of(amax, by_block, count);

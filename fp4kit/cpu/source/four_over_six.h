@@ -36,14 +36,23 @@ static void put_magnitudes(const void* elements, i64 first, i64 count, float* __
   for (int i = 0; i < kAcross * kAbreast; ++i) out[i] = Input<In>::value(static_cast<Bits>(turned[i] & Input<In>::kMagnitude));
 }
 
+// The value of a >= 0 whose error counts; where codes wrap, a < kUnboundedMost: 1.5 * 2^24 and more have steps of 2.
+constexpr float kUnboundedMost = 0x1p22f;
+template <class R>
+static __forceinline__ float rounded_magnitude(float a) {
+  using Element = typename R::Element;
+  if constexpr (R::kRounding != Rounding::rnw) return nearest_finite<Element, false>(fminf(a, max_of<Element>()));
+  const float magic = float_of(bits_of(fminf(fmaxf(a, 1.0f), 4.0f)) & kInfinityBits) * 0x1.8p22f;
+  return (a + magic) - magic;
+}
+
 // What a row of sixteen blocks adds to their errors under a scale and a factor each, by column as the magnitudes are.
 template <class R>
 __attribute__((noinline)) static void put_terms(const float* x, const float* scale, const float* factor, TensorScale t, float* __restrict terms) {
-  using Element = typename R::Element;
   for (int j = 0; j < kAcross; ++j)
     for (int lane = 0; lane < kAbreast; ++lane) {
       const float a = x[j * kAbreast + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
-      const float value = nearest_finite<Element, false>(fminf(scaled, max_of<Element>()));
+      const float value = rounded_magnitude<R>(scaled);
       terms[j * kAbreast + lane] = error_of<R>(a, compared<R>(value, scale[lane], t), t);
     }
 }
@@ -106,6 +115,7 @@ struct SixAndFour {
         scales[k][b] = decode_scale<R>(codes[k][b]);
         factors[k][b] = candidate_factor<R>(scales[k][b], t);
         bad |= static_cast<u32>(bits_of(factors[k][b]) >= kInfinityBits);
+        if constexpr (R::kRounding == Rounding::rnw) bad |= static_cast<u32>(!(amax[b] * factors[k][b] < kUnboundedMost));
       }
     return bad == 0;
   }

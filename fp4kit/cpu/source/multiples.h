@@ -68,7 +68,7 @@ struct Multiples {
     const i64 count = tried.count * call.block;
     for (i64 i = 0; i < tried.count; ++i) {
       float& by = tried.factors[i];
-      if (!is_usable(by, element.by_zero)) return false;
+      if (!is_usable(by, element.by_zero) || element.wraps) return false;  // codes that wrap are for the specification
       if (element.flushes) by = flush(by);
     }
     for (i64 i = 0; i < count / kRun; ++i) factors[i] = tried.factors[i * kRun / call.block];

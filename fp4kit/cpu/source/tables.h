@@ -93,7 +93,7 @@ constexpr DecodeEntry decode_entry(const char* key) {
 // A rule has scales of amaxes, or it chooses them by errors: `choose`. early: blocks of zeros have no signs. by_code: factors depend on no amax.
 struct RuleEntry { const char* key; const Scales* scales; Choose choose; bool early, by_code; };
 struct TensorEntry { const char* key; const Tensor* scale; };
-struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; const float* usual_below; const u32* beyond; bool divides, by_zero, then, flushes, four; };
+struct ElementEntry { const char* key; const Encode (*encodes)[kInputs]; const float* usual_below; const u32* beyond; bool divides, by_zero, then, flushes, four, wraps; };
 const RuleEntry kRules[] = {
 #define FP4KIT_RULE(key, R) {key, kScalesOf<R>, nullptr, false, !R::BlockRule::kReadsAmax},
 #define FP4KIT_CHOICE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},
@@ -105,7 +105,7 @@ const TensorEntry kTensors[] = {
 FP4KIT_TENSORS
 };
 const ElementEntry kElements[] = {
-#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, kUsualBelow<E>, kBeyondOf<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4},
+#define FP4KIT_ELEMENT(key, E) {key, kEncodes<E>, kUsualBelow<E>, kBeyondOf<E>, E::kDivide, !E::kDivide || E::kRounding == Rounding::first, E::kThenEncode, E::kFlush, E::Format::kStoredBits == 4, kWraps<E>},
 FP4KIT_ELEMENTS
 };
 

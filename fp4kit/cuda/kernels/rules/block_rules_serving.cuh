@@ -59,11 +59,13 @@ struct block_quark_file : by_code {
   }
 };
 
+// The ratio that a block scale is rounded from, which is 0 in a tensor of zeros.
+FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) { return t.amax == 0.0f ? 0.0f : ratio; }
+
 // fouroversix's factor of a scale, static or not.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
-  if (!is_finite(t.decode)) return nan_value();
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
@@ -73,7 +75,7 @@ struct fouroversix_static : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float ratio = amax / (kTop ? static_cast<float>(kTop) : max_of<typename R::Element>()) * t.encode;
-    return encode_scale<R>(is_nan(ratio) ? 0.0f : ratio);
+    return encode_scale<R>(zero_of_zeros(ratio, t));
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {

@@ -7,18 +7,20 @@
 
 #include "ptx.cuh"
 #include "ptx_pairs.cuh"
+#include "unbounded.cuh"
 
-enum class Rounding { rn, rz, rnz, rna, rns, first };
+enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 template <class F>
 FP4KIT_DEVICE float max_of() { return float_of(F::kMaxBits); }
 
-// Code of a >= 0, not NaN; saturates.
+// Code of a >= 0, not NaN; saturates unless kRounding is rnw.
 //   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
 // Adding 2^(e + 23 - M) rounds a to the grid in one addition; the difference of the bit patterns is the rounded significand.
 template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
+  if constexpr (kRounding == Rounding::rnw) return wrapped_magnitude(a);
   a = fminf(a, max_of<F>());
   const u32 least = static_cast<u32>(F::kEmin + 127) << 23;
   const u32 e = maximum(bits_of(a) & kInfinityBits, least);
@@ -74,7 +76,7 @@ FP4KIT_DEVICE float with_code_sign(float y) {
 // Code of x; step: of which values are multiples, for Rounding::first. Integers: round to nearest even, then clamp to [-max - 1, max], or [-max, max] if narrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
-  if (is_nan(x)) return kNan;
+  if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
   if constexpr (F::kIsInteger) {
     const float least = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), least), max_of<F>()))) & ((1u << F::kBits) - 1u);

@@ -17,7 +17,8 @@ struct ShortWay {
   static constexpr bool kShrink = R::kRounding == Rounding::rnz && kExact && !R::kStochastic;
   static constexpr bool kGrow = R::kRounding == Rounding::rna && kExact && !R::kStochastic;
   static constexpr float kNudge = kShrink ? 1.0f - 0x1p-20f : kGrow ? 1.0f + 0x1p-20f : 1.0f;
-  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact);
+  static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first, which is below 7
+  static constexpr bool kEven = R::kRounding == Rounding::rn || (R::kRounding == Rounding::rns && kExact) || (R::kRounding == Rounding::rnw && !kClamp);
   // encode_magnitude_stochastic has no power of two for a least exponent above 0.
   static constexpr bool kRounding = R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kEven || kShrink || kGrow;
   // -0 that rounding to float16 made is not told from what was one before; nor one that a subnormal of 16 bits was flushed to.
@@ -30,7 +31,6 @@ struct ShortWay {
                                  !R::kFake && !R::kStochastic;
   // Stochastic rounding of products that have no more bits than elements of 16 bits have.
   static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
-  static constexpr bool kClamp = kPowerOfTwo;  // others look at the largest product first
 };
 
 // Whether a block goes the short way. largest: float32 bits of its largest magnitude.

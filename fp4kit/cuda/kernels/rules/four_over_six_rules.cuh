@@ -12,7 +12,7 @@ FP4KIT_DEVICE float divide(float a, float b) { return R::kFlush ? div_ftz(a, b) 
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
-  if (R::kLaneSums && is_nan(base)) base = 0.0f;
+  if constexpr (R::kLaneSums) base = zero_of_zeros(base, t);
   six = encode_scale<R>(base);
   four = encode_scale<R>(multiply<R>(base, 1.5f));
 }

@@ -30,14 +30,20 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
+// The value whose error counts, of an element times its factor.
+template <class R>
+FP4KIT_DEVICE float rounded(float scaled) {
+  if constexpr (R::kRounding == Rounding::rnw) return nearest_unbounded(magnitude_of(scaled)) * (scaled < 0.0f ? -1.0f : 1.0f);
+  return decode<typename R::Element>(encode_element<R>(scaled));
+}
+
 // Sum of the errors of elements under a scale, in their order or in lanes; or the largest of them.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
   float error = 0.0f;
   const auto error_at = [&](float x) {
-    const u32 code = encode_element<R>(multiply<R>(x, factor));
-    return error_of<R>(x, compared<R>(decode<typename R::Element>(code), scale, t), t);
+    return error_of<R>(x, compared<R>(rounded<R>(multiply<R>(x, factor)), scale, t), t);
   };
   if constexpr (R::kLargestError) {
     for_each_element<kUnrolled>(run, [&](float x) { error = larger<AmaxNan::propagate>(error, magnitude_of(error_at(x))); });
