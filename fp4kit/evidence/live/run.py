@@ -26,7 +26,9 @@ from fp4kit.evidence.live.draw import draw
 from fp4kit.evidence.live.script import script
 from fp4kit.evidence.live.shrink import shrink
 
-SHRINKING = 10.0  # seconds for one difference, at most
+SHRINKING = 5.0  # seconds for one difference, at most
+QUICKLY = 0.5  # the same, after ALL_SHRINKING seconds of one producer
+ALL_SHRINKING = 30.0
 SHOWN = 3  # differences of a recipe that are shrunk and printed, at most
 
 
@@ -62,7 +64,7 @@ class Result:
 
     reason: why it was not run, or "". versions: by the name of the distribution. seconds: without those of shrinking, and of
         the first array of each recipe and dtype.
-    seen: differences of which one was shrunk already, by recipe, dtype and parts.
+    seen: differences of which one was shrunk already, by recipe, dtype and parts. shrinking: seconds that this took.
     """
 
     producer: str
@@ -74,6 +76,7 @@ class Result:
     found: list[Found] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     seen: set[tuple[str, ...]] = field(default_factory=set)
+    shrinking: float = 0.0
 
     @property
     def total(self) -> Tally:
@@ -146,7 +149,7 @@ def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[
             result.recipes[id] = Tally()
             yield id, call
         else:
-            stated = f"from {call.first}" if call.first else f"up to {call.last}"
+            stated = " ".join([f"from {call.first}"] * bool(call.first) + [f"up to {call.last}"] * bool(call.last))
             result.left_out[id] = f"is stated for {adapter.name} {stated}; {result.version} is installed"
 
 
@@ -186,7 +189,9 @@ def _step(id: str, call: Call, seed: int, number: int, result: Result) -> float:
     result.seen.add(signature)
     text, script = _shrunk(case, compared, failure, result)
     result.found.append(Found(id, case.kind, case.dtype, number, text, script))
-    return time.monotonic() - start
+    taken = time.monotonic() - start
+    result.shrinking += taken
+    return taken
 
 
 def _drawn(id: str, call: Call, seed: int, number: int) -> Case:
@@ -221,12 +226,12 @@ class Case:
             return Compared(elements=int(np.prod(value.shape))), _one_line(error)
         return compare(self.id, value, self.call, theirs), ""
 
-    def shrink(self, differs: Callable[[Any], bool]) -> Any:
-        """Return a small value for which `differs` holds."""
+    def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
+        """Return a small value for which `differs` holds, found in so many seconds."""
         if isinstance(self.value, fp4kit.Quantized):
             return decoders.shrunk(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
-        return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, SHRINKING)
+        return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: Difference, versions: str) -> str:
         """Return the program that shows a difference."""
@@ -243,7 +248,7 @@ def _shrunk(case: Case, compared: Compared, failure: str, result: Result) -> tup
         again, failed = case.attempt(candidate)
         return failed == failure if failure else bool(parts & differing_parts(again.differences))
 
-    small = case.shrink(differs)
+    small = case.shrink(differs, SHRINKING if result.shrinking < ALL_SHRINKING else QUICKLY)
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     if failure:
         return f"raises: {failure}", f"# {case.id} and {versions}\n# raises {failure}\n"

@@ -50,7 +50,7 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
         return _numpy(mx.dequantize(words, scales, mode=mode, dtype=getattr(mx, str(q.dtype))))
 
 
-def _since(first: str, mode: str, last: str = "", **options: Any) -> Call:
+def _call(mode: str, first: str, last: str = "", **options: Any) -> Call:
     decode = None if options else partial(_decode, mode=mode)
     return Call(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 
@@ -60,12 +60,15 @@ ADAPTER = Adapter(
     module="mlx",
     beside=("mlx-cpu",),
     calls={
-        "nvfp4-mlx-cpu": _since("0.31.2", "nvfp4"),
-        "nvfp4-mlx-cpu-global": _since("0.31.2", "nvfp4", with_global=True),
-        "mxfp4-mlx-cpu": _since("0.32.2", "mxfp4"),
-        "mxfp8-mlx-cpu": _since("0.32.2", "mxfp8"),
-        "mxfp4-mlx-cpu-0321": _since("", "mxfp4", last="0.32.1"),
-        "mxfp8-mlx-cpu-0321": _since("", "mxfp8", last="0.32.1"),
+        "nvfp4-mlx-cpu": _call("nvfp4", "0.32.3"),
+        "nvfp4-mlx-cpu-global": _call("nvfp4", "0.32.3", with_global=True),
+        "nvfp4-mlx-cpu-0322": _call("nvfp4", "0.31.2", "0.32.2"),
+        "nvfp4-mlx-cpu-0322-global": _call("nvfp4", "0.31.2", "0.32.2", with_global=True),
+        "mxfp4-mlx-cpu": _call("mxfp4", "0.32.2"),
+        "mxfp4-mlx-cpu-0321": _call("mxfp4", "", "0.32.1"),
+        "mxfp8-mlx-cpu": _call("mxfp8", "0.32.3"),
+        "mxfp8-mlx-cpu-0322": _call("mxfp8", "0.32.2", "0.32.2"),
+        "mxfp8-mlx-cpu-0321": _call("mxfp8", "", "0.32.1"),
     },
     left_out={
         "nvfp4-mlx-metal": "Metal kernels need an Apple GPU",
