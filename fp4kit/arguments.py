@@ -10,10 +10,19 @@ from typing import Any
 import numpy as np
 
 
+def index_of(value: Any) -> int:
+    """Return the int that a value stands for, as operator.index does. Raises TypeError for anything else, bools included."""
+    if isinstance(value, (bool, np.bool_)) or str(getattr(value, "dtype", "")) == "torch.bool":
+        raise TypeError("a bool")
+    return operator.index(value)
+
+
 def as_index(op: str, name: str, value: Any) -> int:
-    """An int, or what stands for one as operator.index has it. Raises TypeError for anything else."""
+    """Return value as an int, if index_of takes it. Raises TypeError for anything else."""
+    if type(value) is int:
+        return value
     try:
-        return operator.index(value)
+        return index_of(value)
     except TypeError:
         raise TypeError(f"{op}: {name} is {value!r:.60}; needs an int") from None
 
@@ -21,7 +30,7 @@ def as_index(op: str, name: str, value: Any) -> int:
 def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     """A tuple of lengths. Raises TypeError for what is no sequence of ints, ValueError for a length below 0."""
     try:
-        found = tuple(map(operator.index, shape))
+        found = tuple(map(index_of, shape))
     except TypeError:
         raise TypeError(f"{op}: shape is {shape!r:.60}; needs a tuple of ints, the shape of x") from None
     if found and min(found) < 0:
@@ -49,9 +58,9 @@ def as_word(op: str, name: str, value: Any) -> str:
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
-    """Ints, as as_index has them: 1.5 is none. Raises TypeError for anything else."""
+    """Return a list of ints, if index_of takes every value. Raises TypeError for anything else."""
     try:
-        return [operator.index(value) for value in values]
+        return [index_of(value) for value in values]
     except TypeError:
         raise TypeError(f"{op}: {name} is {values!r:.60}; needs a sequence of ints") from None
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arguments import as_index, as_indices
 
 ID_BYTES = 128  # of an NCCL unique id
 
@@ -86,7 +87,7 @@ def _is_host(array: Any) -> bool:
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
     """Lengths of all processes' arrays."""
-    found = [array.size] * comm.size if counts is None else [int(n) for n in counts]
+    found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
         raise ValueError(
             f"all_gather: array has shape {array.shape}, counts are {found}; rank {comm.rank} of {comm.size} needs a 1-d array "
@@ -174,6 +175,7 @@ class Nccl:
 
     def __init__(self, rank: int, size: int, unique_id: bytes) -> None:
         self._nccl = _import_nccl()
+        rank, size = as_index("Nccl", "rank", rank), as_index("Nccl", "size", size)
         if not 0 <= rank < size or len(unique_id) != ID_BYTES:
             raise ValueError(
                 f"Nccl: rank {rank} of {size}, {len(unique_id)} bytes of id; needs 0 <= rank < size and the {ID_BYTES} bytes "

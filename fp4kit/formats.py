@@ -287,6 +287,10 @@ class BlockFormat:
         if type(self.block_size) is not int or self.block_size < 1:
             raise ValueError(f"BlockFormat {self.name}: block_size is {self.block_size!r}; needs a positive int")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of what was pickled or copied; they are checked as those of a new format."""
+        BlockFormat.__init__(self, **state)
+
     def __repr__(self) -> str:
         return self.name
 

@@ -1,14 +1,19 @@
-"""Shapes of the parts of a Quantized: what its codes and scales must be, given the shape of the array."""
+"""What the parts of a Quantized must be: their shapes, given the shape of the array, and the values of codes and amaxes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from fp4kit.formats import ElementFormat
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
+
+NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
@@ -77,3 +82,24 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
         yield ()
         if len(moved) > 2:
             yield moved[:1]
+
+
+def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
+    """Raise ValueError if codes of 5 to 7 bits, one per byte, have more bits. Codes on a device are not read."""
+    alone = element.packing.codes == 1 and element.bits < 8
+    if alone and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:
+        needed = f"needs one code of {element.bits} bits a byte; unpack it first"
+        raise ValueError(f"{op}: packed holds bytes above {2**element.bits - 1}; {needed}")
+
+
+def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
+    """Raise ValueError if tensor scales or amaxes are negative, or NaN where the tensor rule gives a number."""
+    if (array >= 0).all():
+        return
+    if (array < 0).any():
+        raise ValueError(f"{op}: {name} is negative; needs {name} >= 0: the sign of a value is in its code")
+    numbers = r.tensor_rule in NEVER_NAN
+    if name == "tensor_scale" and numbers:
+        raise ValueError(f"{op}: {name} is NaN; {r.id} gives no such scale; needs a number")
+    if name == "tensor_amax" and not numbers and (np.isnan(array) & ~np.isnan(tensor_scale)).any():
+        raise ValueError(f"{op}: {name} is NaN where tensor_scale is a number; None stands for an unknown amax")

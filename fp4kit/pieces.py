@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import interop
+from fp4kit.arguments import as_index
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import padded_shape, tile_rows
 from fp4kit.libraries import TORCH, jax_arrays, library_of, torch_arrays
@@ -50,6 +51,9 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
         raise TypeError(f"Quantized: q[{rows!r}] is no slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]")
     if rows.step not in (None, 1):
         raise ValueError(f"Quantized: the slice has a step of {rows.step}; needs neighbouring rows; quantize x[::{rows.step}]")
+    for edge in (rows.start, rows.stop):
+        if edge is not None:
+            as_index("Quantized", "an end of the slice", edge)
     start, stop, _ = rows.indices(len(q))
     if (start, stop) == (0, len(q)):
         return q

@@ -15,13 +15,12 @@ from fp4kit.formats import FLOATS
 from fp4kit.interop import import_arrays
 from fp4kit.layouts import check_layout
 from fp4kit.libraries import Library, library_of, numpy_dtype
-from fp4kit.parts import scale_shape, wanted_parts
+from fp4kit.parts import check_amounts, check_codes, scale_shape, wanted_parts
 from fp4kit.recipes import Recipe, recipe_of
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # and the others
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
-NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that make a number of an amax that is NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +71,13 @@ class Quantized:
             return self._check_parts_of(library)
         host = isinstance(self.packed, np.ndarray)
         self._check("packed", packed, host)
+        check_codes("Quantized", self.packed, self.recipe.element)
         self._check("block_scale", scales, host)
         self._check_tensor(covered, host)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of what was pickled or copied; they are checked as those of a new Quantized."""
+        Quantized.__init__(self, **state)
 
     def _check_parts_of(self, library: Library) -> None:
         """The parts are arrays of one library, and what is needed of NumPy's or CuPy's holds for their memory."""
@@ -117,7 +121,7 @@ class Quantized:
         if array.shape not in shapes:
             self._refuse_floats(name, shapes)
         if host:
-            self._check_values(name, array)
+            check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
         got = _spelled(getattr(self, name))
@@ -136,17 +140,6 @@ class Quantized:
             raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a NumPy or CuPy array")
         needed = "NumPy array" if host else "CuPy array"
         raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}, as packed is")
-
-    def _check_values(self, name: str, array: np.ndarray) -> None:
-        """No negative number, and NaN only where the tensor rule gives it, which it does for an amax that is NaN."""
-        if not (array >= 0).all():
-            if (array < 0).any():
-                raise ValueError(f"Quantized: {name} is negative; needs {name} >= 0: the sign of a value is in its code")
-            numbers = self.recipe.tensor_rule in NEVER_NAN
-            if name == "tensor_scale" and numbers:
-                raise ValueError(f"Quantized: {name} is NaN; {self.recipe.id} gives no such scale; needs a number")
-            if name == "tensor_amax" and not numbers and (np.isnan(array) & ~np.isnan(self.tensor_scale)).any():
-                raise ValueError(f"Quantized: {name} is NaN where tensor_scale is a number; None stands for an unknown amax")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
         """The same, with every array as convert(array) gives it: the same bytes elsewhere, which are not checked again."""

@@ -14,7 +14,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8
 from fp4kit.interop import check_tensor, import_arrays, making_current, to_device
 from fp4kit.layouts import pack
-from fp4kit.parts import fitting_shape
+from fp4kit.parts import check_codes, fitting_shape
 from fp4kit.recipes import Recipe
 
 # dtypes of one number a byte that say a format; uint8 and int8 hold the bits of any.
@@ -82,8 +82,7 @@ def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: boo
     if stored.dtype == one:
         bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
         return _packed(op, bits) if shared else bits
-    if not shared and fmt.bits < 8:
-        _check_bits(op, bits, fmt.bits)
+    check_codes(op, bits, fmt)
     return bits << np.uint8(4) | bits >> np.uint8(4) if high_nibble_first else bits
 
 
@@ -95,12 +94,6 @@ def _packed(op: str, codes: Any) -> Any:
 
 def _bits(array: Any) -> Any:
     return array if array.dtype == np.uint8 else array.view(np.uint8)
-
-
-def _check_bits(op: str, codes: Any, bits: int) -> None:
-    """Codes on a device are not looked at, since that would wait."""
-    if isinstance(codes, np.ndarray) and (codes >> np.uint8(bits)).any():
-        raise ValueError(f"{op}: packed holds bytes above {2**bits - 1}; needs one code of {bits} bits a byte; unpack it first")
 
 
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:

@@ -108,7 +108,7 @@ def test_amaxes_get_no_gradient_and_the_mask_is_differentiated_again():
 @pytest.mark.parametrize("name", half(name for name in STOCHASTIC if RECIPES[name].fake_rule is None))
 def test_the_same_seed_gives_the_same_bits(name):
     random = np.random.default_rng(1).integers(0, 256, SMALL.shape, np.uint8)
-    for seed in (0, 7, -3, 2**63, 2**64 - 1, np.int32(-5), jnp.int32(9), random):
+    for seed in (0, 7, 2**63, 2**64 - 1, np.int32(5), jnp.int32(9), random):
         number = seed if isinstance(seed, np.ndarray) else int(seed)
         options = {"rounding": "stochastic", "seed": seed}
         expected = fp4kit.quantize(SMALL, name, rounding="stochastic", seed=number)

@@ -55,6 +55,20 @@ BAD = {
     "flag of a group": (
         lambda x: fj.fake_quantize_grouped([x], "mxfp4", pass_through=2), TypeError, "fake_quantize_grouped: pass_through is 2;",
     ),
+    "bool axis": (lambda x: fj.quantize(x, "mxfp4", axis=True), TypeError, "quantize: axis is True; needs an int"),
+    "bool seed": (
+        lambda x: fj.fake_quantize(x, "mxfp4", seed=True, **STOCHASTIC), TypeError, "fake_quantize: seed is True; needs an int",
+    ),
+    "negative seed": (
+        lambda x: fj.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC), ValueError, "fake_quantize: seed is -1; needs 0 to",
+    ),
+    "negative seed of an array": (
+        lambda x: fj.quantize(x, "mxfp4", seed=np.int32(-1), **STOCHASTIC), ValueError, "quantize: seed is -1; needs 0 to",
+    ),
+    "large seed": (
+        lambda x: fj.quantize(x, "mxfp4", seed=2**64, **STOCHASTIC), ValueError,
+        "quantize: seed is 18446744073709551616; needs 0 to 2^64 - 1",
+    ),
     "axis": (lambda x: fj.fake_quantize_grouped([x], "mxfp4", axis=1.5), TypeError, "fake_quantize_grouped: axis is 1.5; needs"),
     "none": (lambda x: fj.fake_quantize_grouped(None, "mxfp4"), TypeError, "fake_quantize_grouped: xs is a NoneType; needs a"),
     "number": (

@@ -69,7 +69,7 @@ def test_every_recipe(name, axis, dtype):
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_the_same_seed_gives_the_same_bits(name):
     random = rng.integers(0, 256, X.shape, np.uint8)
-    for seed in (0, 7, -3, 2**63, 2**64 - 1, 3 * 2**64 + 11):
+    for seed in (0, 7, 2**63 - 1, 2**63, 2**64 - 1):
         expected = fp4kit.fake_quantize(X, name, rounding="stochastic", seed=seed) if RECIPES[name].fake_rule is None else None
         if expected is None:
             with pytest.raises(ValueError, match=r"fake_quantize: .* rounds to nearest only"):

@@ -59,6 +59,21 @@ BAD = {
         lambda x: ft.quantize(x, "mxfp4", seed=torch.tensor(True), **STOCHASTIC), TypeError,
         "quantize: seed is a tensor of torch.bool; needs an int",
     ),
+    "bool": (lambda x: ft.quantize(x, "mxfp4", seed=True, **STOCHASTIC), TypeError, "quantize: seed is True; needs an int"),
+    "negative": (
+        lambda x: ft.fake_quantize(x, "mxfp4", seed=-1, **STOCHASTIC), ValueError, "fake_quantize: seed is -1; needs 0 to",
+    ),
+    "too large": (
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed=2**64, **STOCHASTIC), ValueError,
+        "fake_quantize_grouped: seed is 18446744073709551616; needs 0 to 2^64 - 1",
+    ),
+    "bool axis": (lambda x: ft.fake_quantize(x, "mxfp4", axis=True), TypeError, "fake_quantize: axis is True; needs an int"),
+    "bool tensor as axis": (
+        lambda x: ft.quantize(x, "mxfp4", axis=torch.tensor(True)), TypeError, "quantize: axis is tensor(True); needs an int",
+    ),
+    "group's axis": (
+        lambda x: ft.fake_quantize_grouped([x], "mxfp4", axis=True), TypeError, "fake_quantize_grouped: axis is True; needs",
+    ),
     "group's seed": (
         lambda x: ft.fake_quantize_grouped([x], "mxfp4", seed="3", **STOCHASTIC), TypeError,
         "fake_quantize_grouped: seed is '3'; needs an int",

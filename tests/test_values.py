@@ -12,6 +12,7 @@ from inputs import ORDINARY
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BLOCK_FORMATS, E2M1, ELEMENT_FORMATS, ElementFormat
+from fp4kit.quantized import assembled
 from fp4kit.recipes import RECIPES
 
 PICKLES = {f"protocol {p}": lambda a, p=p: pickle.loads(pickle.dumps(a, p)) for p in range(2, 6)}
@@ -118,3 +119,69 @@ def test_worker_processes(method):
             assert all(works(made, ORDINARY).values())
         sent = pool.apply(copy.copy, (VARIANT,))
         assert sent == VARIANT and sent.element == VARIANT.element
+
+
+# ---- what was pickled, and changed ------------------------------------------------------------------------------------------
+
+STATES = {  # fields of a Quantized of (4, 32) by mxfp4-ocp that are changed, and what is said
+    "too few codes": ({"packed": np.zeros((4, 8), np.uint8)}, ValueError, r"packed is uint8 \(4, 8\)"),
+    "flat": ({"shape": (128,), "axis": 0}, ValueError, r"packed is uint8 \(4, 16\); mxfp4-ocp of \(128,\) needs uint8 \(64,\)"),
+    "wider": ({"shape": (4, 64)}, ValueError, r"mxfp4-ocp of \(4, 64\) needs uint8 \(4, 32\)"),
+    "no scales": ({"block_scale": None}, ValueError, "block_scale is None"),
+    "dtype": ({"dtype": np.dtype(np.float64)}, TypeError, "dtype is float64"),
+    "axis": ({"axis": 2}, ValueError, "axis 2 of a 2-d array"),
+    "bool": ({"axis": True}, TypeError, "axis is True"),
+    "layout": ({"scale_layout": "rows"}, ValueError, "scale_layout is 'rows'"),
+    "recipe": ({"recipe": RECIPES["nvfp4-te"]}, ValueError, "needs uint8"),
+    "another scale": ({"tensor_scale": np.ones((), np.float32)}, ValueError, "tensor_scale is float32"),
+    "a list": ({"packed": [1, 2]}, TypeError, "packed is a"),
+}
+
+
+def with_state(q, changes):
+    """A Quantized with other fields, which nothing checked."""
+    return assembled(vars(q) | changes)
+
+
+@copies
+@pytest.mark.parametrize("wrong", STATES)
+def test_a_quantized_is_checked_when_it_comes_back(wrong, copied):
+    changes, error, text = STATES[wrong]
+    q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4-ocp")
+    with pytest.raises(error, match=f"^Quantized: .*{text}"):
+        copied(with_state(q, changes))
+
+
+def test_fields_that_are_none_do_not_come_back():
+    q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4-ocp")
+    without = assembled({name: value for name, value in vars(q).items() if name != "axis"})
+    for wrong in (without, with_state(q, {"more": 1})):
+        with pytest.raises(TypeError, match=r"Quantized\.__init__\(\) .*argument"):
+            pickle.loads(pickle.dumps(wrong))
+
+
+def test_a_block_format_is_checked_when_it_comes_back():
+    wrong = copy.copy(BLOCK_FORMATS[0])
+    object.__setattr__(wrong, "block_size", 0)
+    with pytest.raises(ValueError, match="block_size is 0; needs a positive int"):
+        pickle.loads(pickle.dumps(wrong))
+
+
+@pytest.mark.parametrize("name", ["mxfp6-torchao-floor-e2m3", "mxfp6-torchao-floor-e3m2"])
+def test_codes_of_six_bits(name):
+    """One per byte, whose upper bits are 0: 64 has no value, and engines would not agree on one."""
+    q = fp4kit.quantize(ORDINARY, name)
+    packed = q.packed.copy()
+    packed[-1, -1] = 63
+    right = replace(q, packed=packed)
+    packed = packed.copy()
+    packed[-1, -1] = 64
+    makes = [
+        lambda: replace(q, packed=packed), lambda: pickle.loads(pickle.dumps(with_state(q, {"packed": packed}))),
+        lambda: fp4kit.Quantized(packed, *(getattr(q, f.name) for f in fields(q)[1:])),
+    ]  # fmt: skip
+    for make in makes:
+        with pytest.raises(ValueError, match=r"^Quantized: packed holds bytes above 63; needs one code of 6 bits a byte"):
+            make()
+    assert np.isfinite(right.dequantize()[-1, -1])
+    assert replace(q, packed=packed[:0], block_scale=q.block_scale[:0], shape=(0, q.shape[1])).shape[0] == 0

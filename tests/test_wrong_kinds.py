@@ -1,6 +1,7 @@
 """Ints, strings and other things in the place of an argument: an error of the function that was called, before any work."""
 
 import inspect
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import fp4kit
 from fp4kit.cpu import native
-from fp4kit.distributed import SingleProcess
+from fp4kit.distributed import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)
 Q = fp4kit.quantize(X, "nvfp4-te-2d")
@@ -121,6 +122,87 @@ def test_layouts_of_a_quantized(layout):
 def test_seeds_that_are_memory():
     with pytest.raises(TypeError, match=r"^quantize: seed is <memory at .*; needs an int"):
         fp4kit.quantize(X, "nvfp4", rounding="stochastic", seed=memoryview(b"abc"))
+
+
+STOCHASTIC = {"x": X, "recipe": "nvfp4", "rounding": "stochastic"}
+INTS = {  # arguments that are ints: what takes one, its name, and a value that is right
+    "axis": (lambda n: fp4kit.quantize(X, "nvfp4", axis=n), "quantize: axis is {}; needs an int", 1),
+    "axis of values": (lambda n: fp4kit.fake_quantize(X, "nvfp4", axis=n), "fake_quantize: axis is {}; needs an int", 1),
+    "axis of an amax": (lambda n: fp4kit.amax(X, axis=n), "amax: axis is {}; needs an int", 1),
+    "axes": (lambda n: fp4kit.amax(X, axis=(0, n)), "amax: axis is {}; needs an int", 1),
+    "axis of a gradient": (
+        lambda n: fp4kit.fake_quantize_backward(X, X, "nvfp4", axis=n), "fake_quantize_backward: axis is {}; needs an int", 1,
+    ),
+    "axis of a group": (
+        lambda n: fp4kit.quantize_grouped([X], "nvfp4", axis=n), "quantize_grouped: xs\\[0\\]: axis is {}; needs an int", 1,
+    ),
+    "axis of a plan": (lambda n: fp4kit.GroupedPlan([X], "nvfp4", axis=n), "GroupedPlan: xs\\[0\\]: axis is {}; needs an int", 1),
+    "axis of a search": (
+        lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", axis=n), "search_scales: axis is {}; needs an int", 1,
+    ),
+    "axis of a Quantized": (lambda n: replace(Q, axis=n), "Quantized: axis is {}; needs an int", 1),
+    "axis of parts": (
+        lambda n: fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, axis=n),
+        "from_parts: axis is {}; needs an int", 1,
+    ),
+    "seed": (lambda n: fp4kit.quantize(**STOCHASTIC, seed=n), "quantize: seed is {}; needs an int", 1),
+    "seed of values": (lambda n: fp4kit.fake_quantize(**STOCHASTIC, seed=n), "fake_quantize: seed is {}; needs an int", 1),
+    "seed of both": (lambda n: fp4kit.quantize_both(**STOCHASTIC, seed=n), "quantize_both: seed is {}; needs an int", 1),
+    "threads": (lambda n: fp4kit.quantize(X, "nvfp4", threads=n), "quantize: threads is {}; needs an int", 1),
+    "threads of all": (fp4kit.set_num_threads, "set_num_threads: threads is {}; needs an int", 1),
+    "threads of calls": (lambda n: fp4kit.threads(n).__enter__(), "threads: threads is {}; needs an int", 1),
+    "shape": (lambda n: replace(Q, shape=(32, n)), "Quantized: shape is \\(32, {}\\); needs a tuple of ints", 64),
+    "shape of scales": (
+        lambda n: fp4kit.unswizzle(Q.block_scale, "linear", (32, n)), "unswizzle: shape is \\(32, {}\\); needs a tuple", 4,
+    ),
+    "start": (
+        lambda n: fp4kit.partial_amax(FLAT[1:], (32, 64), n, "nvfp4-te-2d"), "partial_amax: start is {}; needs an int", 1,
+    ),
+    "candidates": (
+        lambda n: fp4kit.search_scales(X, "nvfp4-modelopt-static", candidates=(n, 1)),
+        "search_scales: candidates is {}; needs an int", 1,
+    ),
+    "multiple": (lambda n: fp4kit.layouts.pad(X, n), "pad: multiple is {}; needs an integer of 1 or more", 1),
+    "axis that is padded": (lambda n: fp4kit.layouts.pad(X, 3, n), "pad: axis is {}; needs an int", 1),
+    "rows": (lambda n: fp4kit.layouts.shuffle_rows(n, 16), "shuffle_rows: M is {}; needs an integer of 0 or more", 0),
+    "slice": (lambda n: Q[n:], "Quantized: an end of the slice is {}; needs an int", 16),
+    "block": (lambda n: replace(Q.recipe, block=(n, n)), "Recipe nvfp4-te-2d: block is \\({}, {}\\); needs", 16),
+    "scale_max": (lambda n: replace(Q.recipe, scale_max=n), "Recipe nvfp4-te-2d: scale_max is {}; needs an int", 448),
+    "counts": (lambda n: _check_gather(np.zeros(1), [n], SingleProcess()), "all_gather: counts is \\[{}\\]; needs a sequence", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_, 1.0, np.float32(1), "1", object], ids=repr)
+@pytest.mark.parametrize("name", INTS)
+def test_ints_are_no_bools_and_no_floats(name, value):
+    """True would be 1, an axis or a seed that nobody meant."""
+    call, text, _ = INTS[name]
+    shown = re.escape(repr(value))
+    with pytest.raises((TypeError, ValueError), match="^" + text.format(*[shown] * text.count("{}"))):
+        call(value)
+
+
+@pytest.mark.parametrize("name", INTS)
+def test_ints_of_other_types(name):
+    call, _, right = INTS[name]
+    for kind in (int, np.int64, np.uint16):
+        call(kind(right))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, np.int64(-5), 3 * 2**64 + 11])
+def test_seeds_that_would_wrap(seed):
+    for name, call in (("quantize", fp4kit.quantize), ("fake_quantize", fp4kit.fake_quantize)):
+        with pytest.raises(ValueError, match=rf"^{name}: seed is {int(seed)}; needs 0 to 2\^64 - 1$"):
+            call(**STOCHASTIC, seed=seed)
+    with pytest.raises(ValueError, match=rf"^quantize_grouped: xs\[0\]: seed is {int(seed)}; needs 0 to 2\^64 - 1$"):
+        fp4kit.quantize_grouped([X], "nvfp4", rounding="stochastic", seed=seed)
+
+
+def test_the_seed_of_both_leaves_one_for_columns():
+    fp4kit.quantize_both(**STOCHASTIC, seed=2**64 - 2)
+    for seed in (-1, 2**64 - 1):
+        with pytest.raises(ValueError, match=rf"^quantize_both: seed is {seed}; needs 0 to 2\^64 - 2$"):
+            fp4kit.quantize_both(**STOCHASTIC, seed=seed)
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])

@@ -225,7 +225,14 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 
 def _seed(op: str, seed: Any) -> int:
-    return as_index(op, "seed", seed) % 2**64
+    return check_seed(op, as_index(op, "seed", seed))
+
+
+def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
+    """Return a seed. Raises ValueError for one that the key of the stream, of 64 bits, has no room for."""
+    if not 0 <= seed <= most:
+        raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
+    return seed
 
 
 @contextmanager

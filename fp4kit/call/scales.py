@@ -11,8 +11,7 @@ from fp4kit import interop
 from fp4kit.call.amaxes import as_real, reshape_amax
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import padded_shape
-from fp4kit.parts import scale_shape
-from fp4kit.quantized import NEVER_NAN
+from fp4kit.parts import NEVER_NAN, scale_shape
 from fp4kit.recipes import Recipe
 
 _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.float8_e8m0fnu)}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, index_of
 from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
 
@@ -17,7 +16,7 @@ _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 def _natural(op: str, name: str, n: Any, least: int) -> int:
     """n as an int; ValueError for what is none, or less than `least`."""
     try:
-        number = operator.index(n)
+        number = index_of(n)
     except TypeError:
         number = least - 1
     if number < least:

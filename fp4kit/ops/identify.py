@@ -18,8 +18,9 @@ from fp4kit.ops.compare_values import Box
 from fp4kit.ops.identify_amaxes import SIGN_MASKS, Amaxes
 from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
+from fp4kit.parts import NEVER_NAN
 from fp4kit.pieces import box_of
-from fp4kit.quantized import NEVER_NAN, Quantized
+from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import hadamard_blocks
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import given_tensor_amax, without_sign
 from fp4kit.call.apart import check_apart
 from fp4kit.call.outputs import check_out, import_out
@@ -35,6 +36,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     """
     r = recipe_of("partial_amax", recipe)
     (array,) = import_arrays("partial_amax", shard=shard)
+    start = as_index("partial_amax", "start", start)
     M, K = check_shard("partial_amax", array, shape, start, r)
     return run("partial_amax", "partial_amax", array, array, (M, K), start, r)
 
@@ -77,6 +79,7 @@ def partial_cast(
     """
     r, given = recipe_of("partial_cast", recipe), out
     array, out, amax = import_arrays("partial_cast", shard=shard, out=import_out("partial_cast", given), block_amax=block_amax)
+    start = as_index("partial_cast", "start", start)
     M, K = check_shard("partial_cast", array, shape, start, r)
     check_castable("partial_cast", r)
     _check_cast_arrays(array, out, amax, (M, K), r)

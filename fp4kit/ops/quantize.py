@@ -7,7 +7,7 @@ from typing import Any
 from fp4kit.arguments import as_index
 from fp4kit.call.apart import is_apart
 from fp4kit.call.outputs import import_out
-from fp4kit.call.parse import Hadamard, Options, call_with_scales, columnwise, quantize_call
+from fp4kit.call.parse import Hadamard, Options, call_with_scales, check_seed, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
@@ -44,8 +44,8 @@ def quantize(
         dimensions (one per index of the first moved axis); one per row for row-scaled recipes, per block for "block" ones.
     scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts), each (M, K/block) matrix by itself.
     rounding: "nearest" (the recipe's own) or "stochastic" (float elements; up or down with probability by distance).
-    seed: for "stochastic": an int for the Philox4x32-10 stream of reference.stochastic.stream_bytes, whose counter is the
-        element's index in x with `axis` moved last; or the random bytes themselves, uint8 of x's shape.
+    seed: for "stochastic": an int from 0 to 2^64 - 1, the key of the Philox4x32-10 stream of reference.stochastic.stream_bytes.
+        Its counter is the element's index in x with `axis` moved last. Or the random bytes themselves, uint8 of x's shape.
     hadamard: True applies TE's randomized Hadamard transform in blocks of 16 along `axis` first, rounded to x's dtype, and
         takes every amax after it; "no_signs" leaves the sign mask out.
     block_amax: static recipes, and E8M0 scales of blocks of one row: calibrated block amaxes, or those that search_scales finds,
@@ -139,7 +139,7 @@ def quantize_both(
     """Quantize x rowwise (axis -1) and columnwise (axis -2): (q_row, q_col), each as quantize gives it.
 
     x: (..., M, K). tensor_amax serves both directions; row-scaled recipes compute one per row and per column, and take none.
-    hadamard: applies to the columnwise result only, as in TE. seed: the columnwise result uses seed + 1.
+    hadamard: applies to the columnwise result only, as in TE. seed: 0 to 2^64 - 2; the columnwise result uses seed + 1.
     threads: of the processor, at most, for NumPy arrays; None: fp4kit.num_threads(). Nothing on a GPU.
     Raises what quantize raises, and ValueError for x of less than two dimensions, and for a tensor_amax of a recipe that has one
         for each row or block.
@@ -152,7 +152,7 @@ def quantize_both(
     op = "quantize_both"
     if getattr(seed, "ndim", 0):
         raise TypeError(f"{op}: seed is an array; needs an int, since one array of bytes cannot serve both directions")
-    seed = None if seed is None else as_index(op, "seed", seed)
+    seed = None if seed is None else check_seed(op, as_index(op, "seed", seed), 2**64 - 2)  # columns use seed + 1
     key = repeat = None
     if hadamard is False and seed is None:
         key, repeat = find(op, (x, tensor_amax), recipe, scale_layout, rounding)

@@ -10,7 +10,7 @@ import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.call import check
-from fp4kit.call.parse import check_hadamard
+from fp4kit.call.parse import check_hadamard, check_seed
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
@@ -53,17 +53,15 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 
 def _seed(op: str, seed: Any) -> Tensor | None:
-    """A seed as a tensor: ints modulo 2^64 as int64."""
+    """Return a seed as a tensor; the 64 bits of an int as int64, as operators.seed_of reads them."""
     if seed is None:
         return None
     if isinstance(seed, Tensor):
         if seed.ndim == 0 and (seed.dtype.is_floating_point or seed.dtype.is_complex or seed.dtype == torch.bool):
             raise TypeError(f"{op}: seed is a tensor of {seed.dtype}; needs an int, a 0-d integer tensor, or random bytes")
         return seed
-    number = seed if isinstance(seed, int) else as_index(op, "seed", seed)  # torch.compile takes what index gives for a constant
-    if not -_INT64 <= number < _INT64:
-        number = (number + _INT64) % (2 * _INT64) - _INT64
-    return torch.scalar_tensor(number, dtype=torch.int64)
+    number = check_seed(op, as_index(op, "seed", seed))
+    return torch.scalar_tensor(number - 2 * _INT64 if number >= _INT64 else number, dtype=torch.int64)
 
 
 def fake_quantize(

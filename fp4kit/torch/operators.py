@@ -23,8 +23,8 @@ from fp4kit.torch.tensors import check_devices, detached, outline, own
 
 
 def seed_of(seed: Tensor | None) -> Any:
-    """The seed as fp4kit takes it."""
-    return None if seed is None else int(seed) if seed.ndim == 0 else seed.detach()
+    """Return the seed as fp4kit takes it; of a 0-d tensor its 64 bits, because int64 holds no larger number."""
+    return None if seed is None else int(seed) % 2**64 if seed.ndim == 0 else seed.detach()
 
 
 def seed_outline(seed: Tensor | None) -> Any:
