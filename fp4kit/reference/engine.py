@@ -180,7 +180,9 @@ def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     return packed, out.block_scale if out is not None and direct else np.empty(scale_shape(shape, r), np.uint8)
 
 
-def _quantize_matrices(call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, by: Matrices) -> None:
+def _quantize_matrices(
+    call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, by: Matrices
+) -> None:
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -206,10 +208,7 @@ def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> Ran
 
 
 def dequantize(
-    q: Quantized,
-    dtype: np.dtype,
-    out: np.ndarray | None = None,
-    by: Matrices = Matrices(),  # noqa: B008  (a tuple)
+    q: Quantized, dtype: np.dtype, out: np.ndarray | None = None, by: Matrices = Matrices()  # noqa: B008  (a tuple)
 ) -> np.ndarray:
     """Values of q, rounded to dtype; in out, or a new array."""
     direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
