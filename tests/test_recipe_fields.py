@@ -18,6 +18,7 @@ from fp4kit.reference import (
     block_rules_gguf_mlx,
     block_rules_powers,
     block_rules_serving,
+    block_rules_torchao,
     codec,
     dequantize,
     fake,
@@ -259,7 +260,7 @@ def named(module, prefix):
 
 def test_names_of_rules_are_those_of_the_specification():
     """A function of a misspelled rule would be no error: the rule would have another one's."""
-    modules = (block_rules, block_rules_gguf_mlx, block_rules_powers, block_rules_serving)
+    modules = (block_rules, block_rules_gguf_mlx, block_rules_powers, block_rules_serving, block_rules_torchao)
     codes, factors = (set.union(*(named(module, prefix) for module in modules)) for prefix in ("code_", "factor_"))
     assert codes == {*rules.BLOCK_RULES} - {"four_over_six"}
     assert factors < codes

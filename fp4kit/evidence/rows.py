@@ -105,14 +105,20 @@ def _torchao_rows() -> Iterator[Row]:
     yield Row("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
     yield Row("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
-        name = "mxfp4-ocp" if mode == "floor" else f"mxfp4-torchao-{mode}"
-        yield Row(name, "ao", f"mxfp4_{mode}", skip="nan_scale")
-        for size in (16, 64):
-            yield Row(name, "ao", f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
-        for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
-            yield Row(f"mxfp8-torchao-{mode}{suffix}", "ao", f"mxfp8_{element}_{mode}", skip="nan_scale")
-        for element in ("e2m3", "e3m2") if mode in ("floor", "rceil") else ():
-            yield Row(f"mxfp6-torchao-{mode}-{element}", "ao", f"mxfp6_{element}_{mode}", skip="nan_scale")
+        yield from _to_mx_rows(mode, "ao")
+        yield from _to_mx_rows(mode, "ao_018", "-018")
+
+
+def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[Row]:
+    """Rows of one mode of torchao's to_mx; release: the end of the ids of its recipes."""
+    name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
+    yield Row(name, file, f"mxfp4_{mode}", skip="nan_scale")
+    for size in (16, 64):
+        yield Row(name, file, f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
+    for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
+        yield Row(f"mxfp8-torchao-{mode}{suffix}{release}", file, f"mxfp8_{element}_{mode}", skip="nan_scale")
+    for element in ("e2m3", "e3m2") if mode in ("floor", "rceil") else ():
+        yield Row(f"mxfp6-torchao-{mode}-{element}{release}", file, f"mxfp6_{element}_{mode}", skip="nan_scale")
 
 
 def _other_rows() -> Iterator[Row]:

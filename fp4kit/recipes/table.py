@@ -69,7 +69,7 @@ def recipes() -> tuple[str, ...]:
 
     >>> import fp4kit
     >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-    (135, 'nvfp4-te')
+    (151, 'nvfp4-te')
     """
     return tuple(RECIPES)
 

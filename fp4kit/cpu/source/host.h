@@ -32,6 +32,7 @@ static __forceinline__ float most_of(float a, float b) { return a > b ? a : b; }
 #include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"
 #include "../../cuda/kernels/rules/block_rules_powers.cuh"
 #include "../../cuda/kernels/rules/block_rules_serving.cuh"
+#include "../../cuda/kernels/rules/block_rules_torchao.cuh"
 #include "../../cuda/kernels/rules/implied.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 

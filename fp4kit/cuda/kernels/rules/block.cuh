@@ -6,6 +6,7 @@
 #include "block_rules_gguf_mlx.cuh"
 #include "block_rules_powers.cuh"
 #include "block_rules_serving.cuh"
+#include "block_rules_torchao.cuh"
 #include "decode.cuh"
 #include "random.cuh"
 

@@ -1,0 +1,44 @@
+// Block rules of torchao's release 0.18, which write E8M0 scales: reference/block_rules_torchao.py.
+#pragma once
+
+#include "block_rules_powers.cuh"
+
+// Elements are divided by the scale, at least 2^-126, although code 0 decodes to 2^-127; by infinity for code 255.
+struct divided_by_normal : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 0u ? 0x1p126f : code == 255u ? 0.0f : inverse_e8m0(code);
+  }
+};
+
+// exponent(bits) + up - emax, clamped to the range of E8M0; 255 for NaN alone.
+template <class R>
+FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
+  if (is_nan(amax)) return 255u;
+  const i32 field = static_cast<i32>((bits_of(amax) + addend) >> 23 & 0xFFu);
+  return static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
+}
+
+struct block_e8m0_floor_018 : divided_by_normal {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 0u, 0); }
+};
+
+struct block_e8m0_ceil_018 : divided_by_normal {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 0u, (bits_of(amax) & 0x7FFFFFu) != 0u); }
+};
+
+struct block_e8m0_even_018 : divided_by_normal {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return shifted_exponent_018<R>(amax, 1u << (22 - R::Element::kMantissaBits), 0); }
+};
+
+struct block_e8m0_rceil_018 : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return is_nan(amax) ? 255u : clipped_exponent(ceilf(float32_log2(amax / max_of<typename R::Element>())));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return code == 0u ? 1.0f : inverse_e8m0(code); }
+};
