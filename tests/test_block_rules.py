@@ -2,6 +2,7 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import agree
@@ -94,3 +95,13 @@ def test_quotients_of_sglang_underflow_in_the_dtype():
         q = agree(fp4kit.quantize, x.astype(dtype), "mxfp4-sglang-util")
         assert q.block_scale.tolist() == [[139]]
         assert fp4kit.unpack(q.packed)[0, :3].tolist() == [7, code, 8]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_qwix_flushes_subnormals(dtype):
+    """An amax of 1e-18 has scale 0, whose reciprocal is inf: normal numbers saturate, zeros become NaN, of code 8."""
+    x = np.zeros((1, 16), dtype)
+    x[0, :6] = 1e-18, 2.0**-126, -(2.0**-125), 2.0**-127, -(2.0**-127), -0.0
+    q = agree(fp4kit.quantize, x, "nvfp4-qwix")
+    assert q.block_scale.tolist() == [[0]]
+    assert fp4kit.unpack(q.packed)[0, :7].tolist() == [7, 7, 15, 8, 8, 8, 8]

@@ -16,8 +16,8 @@ _MX = f"its codes: logarithms in the dtype of the elements; {_COMMON}"
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     yield of_format(
-        NVFP4, "nvfp4-qwix", tensor_scaling="none", block_rule="qwix", round_scaled=True, nan_code=8, amax_nan="propagate",
-        source="qwix 0.1.8", exact=f"its codes: {_COMMON}",
+        NVFP4, "nvfp4-qwix", tensor_scaling="none", block_rule="qwix", flush=True, round_scaled=True, nan_code=8,
+        amax_nan="propagate", source="qwix 0.1.8", exact=f"its codes: {_COMMON}",
     )  # fmt: skip
     yield of_format(
         MXFP4, "mxfp4-qwix", block_rule="e8m0_qwix", round_scaled=True, nan_code=8, amax_nan="propagate", source="qwix 0.1.8",

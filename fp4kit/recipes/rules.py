@@ -78,7 +78,7 @@ BLOCK_RULES: dict[str, BlockRule] = {
     "quark_file": BlockRule("E4M3", "divide"),
     "fouroversix": BlockRule("E4M3", may_overflow=True),
     "fouroversix_4": BlockRule("E4M3", six=True, may_overflow=True),
-    "qwix": BlockRule("E4M3", one_level=True),
+    "qwix": BlockRule("E4M3", one_level=True, flush=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,

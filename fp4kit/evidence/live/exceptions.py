@@ -60,10 +60,6 @@ def _infinite_element(x: np.ndarray, q: Any) -> np.ndarray:
     return ~np.isfinite(_scale(x, q))
 
 
-def _scale_beyond_e8m0(x: np.ndarray, q: Any) -> np.ndarray:
-    return _amax(x, q) >= 2.0**127
-
-
 def _least_scale(x: np.ndarray, q: Any) -> np.ndarray:
     """Where Quark applies the scale 2^-127, and stores 2^-126."""
     return _scale(x, q) <= 2.0**-126
@@ -77,7 +73,6 @@ def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
 QUARK_LEAST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _least_scale)
 QUARK_INFINITE = Exempt("quotients that overflow in Quark", _infinite_quotient)
 NAN_ELEMENT = Exempt("elements that become NaN", _infinite_element)
-SCALE_BEYOND_E8M0 = Exempt("scales that E8M0 does not hold", _scale_beyond_e8m0, scales=True)
 NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
 NAN_TENSOR = Exempt("tensors whose scale is NaN", _nan_tensor_scale, scales=True)
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)

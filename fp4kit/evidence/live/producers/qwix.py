@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.draw import MOST
-from fp4kit.evidence.live.exceptions import SCALE_BEYOND_E8M0
+from fp4kit.rounding import exponent_field
 
 
 def _prepare() -> None:
@@ -40,8 +40,7 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
         codes = codes.view(np.uint8)
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
-    exponents = np.frexp(scale.astype(np.float64))[1] + 126
-    return {"codes": codes, "block_scale": exponents.astype(np.uint8), "fake": values}
+    return {"codes": codes, "block_scale": exponent_field(scale).astype(np.uint8), "fake": values}  # 255: inf and NaN
 
 
 ADAPTER = Adapter(
@@ -49,9 +48,5 @@ ADAPTER = Adapter(
     module="qwix",
     beside=("jax", "jaxlib"),
     prepare=_prepare,
-    calls={
-        "nvfp4-qwix": Call(partial(_quantize, kind="nvfp4")),
-        "mxfp4-qwix": Call(partial(_quantize, kind="mxfp4"), exempt=(SCALE_BEYOND_E8M0,)),
-        "mxfp8-qwix": Call(partial(_quantize, kind="mxfp8"), exempt=(SCALE_BEYOND_E8M0,)),
-    },
+    calls={f"{kind}-qwix": Call(partial(_quantize, kind=kind)) for kind in ("nvfp4", "mxfp4", "mxfp8")},
 )
