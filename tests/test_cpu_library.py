@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import pickle
+import shutil
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from fp4kit.ops import engines
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import reciprocal_table
 
+ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("base", "avx2", "avx512")
 HOLDERS = (native, matrix, dequantize, engine, engines, partial, prepared)  # modules that may have `library` under their name
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
@@ -101,14 +105,16 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
 # ---- no library -----------------------------------------------------------------------------------------------------------
 
 
-def works_without(monkeypatch, reason):
+def works_without(monkeypatch, reason, warns=False):
     """library() finds none, for a reason, and every kind of call is done by the specification."""
     native.library.cache_clear()
+    monkeypatch.setattr(native, "_warned", [])
     try:
-        found = native.library()
+        with pytest.warns(RuntimeWarning, match=reason) if warns else nullcontext():
+            found = native.library()
         assert found.functions is None and reason in found.level
         with using(monkeypatch, found):
-            assert fp4kit.engine() == "reference"
+            assert fp4kit.engine() == "reference" and reason in fp4kit.engine().why
             for name in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt-channel", "nvfp4-te-4over6-mse-256"):
                 x = ordinary(2, (32, 128))
                 list(everything(name, x))
@@ -125,7 +131,7 @@ def test_without_a_library(monkeypatch, tmp_path):
 @NEEDS_ENGINE
 def test_a_stale_library_is_not_used(monkeypatch):
     monkeypatch.setattr(native, "digest", lambda: "0" * 32)
-    works_without(monkeypatch, "it was compiled from other sources; install fp4kit again")
+    works_without(monkeypatch, "it was compiled from other sources; install fp4kit again", warns=True)
 
 
 @NEEDS_ENGINE
@@ -133,6 +139,90 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "_base.cpython.so").write_bytes(b"no library")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     works_without(monkeypatch, "_base.cpython.so")
+
+
+# ---- a level that is missing ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def installed_levels(monkeypatch, folder, levels, stale=()):
+    """An installation with the libraries of these levels alone, some of them stale."""
+    for level in levels:
+        (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
+        shutil.copy(path, folder / path.name)
+    right, name_of = native.digest, {}
+    opened = native._open
+
+    def spy(level):
+        name_of["level"] = level
+        return opened(level)
+
+    monkeypatch.setattr(native, "_open", spy)
+    monkeypatch.setattr(native, "digest", lambda: "0" * 32 if name_of["level"] in stale else right())
+    monkeypatch.setattr(native, "_warned", [])
+    monkeypatch.setattr(native, "__file__", str(folder / "native.py"))
+    native.library.cache_clear()
+    try:
+        yield
+    finally:
+        native.library.cache_clear()
+
+
+def native_folder():
+    return ROOT / "fp4kit" / "cpu"
+
+
+def best_levels():
+    """The levels that this processor has, from the lowest on; skips where there is one alone."""
+    best = native.library()
+    if best.functions is None or best.why or best.level == "base":
+        pytest.skip(f"one level alone: {best}")
+    return list(LEVELS[: LEVELS.index(best.level) + 1])
+
+
+@NEEDS_ENGINE
+def test_the_next_lower_level_is_used_with_one_warning(monkeypatch, tmp_path):
+    *_, best = best_levels()
+    with installed_levels(monkeypatch, tmp_path, ["base"]):
+        with pytest.warns(RuntimeWarning, match=f"engine for base processors.*cpu-{best}: it is not compiled here") as seen:
+            found = native.library()
+        assert found.level == "base" and len(seen) == 1
+        native.library.cache_clear()
+        assert native.library().level == "base"  # without a second warning, which would be an error here
+        monkeypatch.setattr(engines, "library", native.library)
+        assert fp4kit.engine() == "cpu-base" and f"cpu-{best}: it is not compiled here" in fp4kit.engine().why
+        assert repr(fp4kit.engine()).startswith("'cpu-base' (cpu-")
+
+
+@NEEDS_ENGINE
+def test_a_stale_level_is_not_used(monkeypatch, tmp_path):
+    *_, best = best_levels()
+    with (
+        installed_levels(monkeypatch, tmp_path, ["base", best], stale=[best]),
+        pytest.warns(RuntimeWarning, match=f"cpu-{best}: it was compiled from other sources"),
+    ):
+        assert native.library().level == "base"
+
+
+@NEEDS_ENGINE
+def test_a_stale_base_still_tells_the_level(monkeypatch, tmp_path):
+    *_, best = best_levels()
+    with installed_levels(monkeypatch, tmp_path, ["base", best], stale=["base"]):
+        assert native.library()[1:] == (best, "")
+
+
+@NEEDS_ENGINE
+def test_a_warning_that_is_an_error_comes_once(monkeypatch, tmp_path):
+    best_levels()
+    with installed_levels(monkeypatch, tmp_path, ["base"]):
+        with pytest.raises(RuntimeWarning, match="engine for base processors"):
+            native.library()
+        assert native.library().level == "base"
+
+
+def test_the_engines_name_is_a_string_that_can_be_pickled():
+    name = pickle.loads(pickle.dumps(engines.Engine("cpu-base", "no other")))
+    assert name == "cpu-base" and name.why == "no other" and repr(name) == "'cpu-base' (no other)"
 
 
 @NEEDS_ENGINE

@@ -70,9 +70,9 @@ def sanitized(folder: Path, kind: str) -> tuple[Path, str]:
     if not os.path.isabs(runtime):
         pytest.skip(f"the C++ compiler has no sanitizer: {command}")
     library = folder / "_base.so"
-    source = digest.SOURCE / "base.cpp"
+    sources = [str(path) for path in sorted(digest.SOURCE.glob("*.cpp"))]
     options = [*FLAGS, f"-fsanitize={KINDS[kind][0]}", f'-DFP4KIT_DIGEST="{digest.digest()}"']
-    result = subprocess.run([command, *options, str(source), "-o", str(library)], capture_output=True, text=True)
+    result = subprocess.run([command, *options, *sources, "-o", str(library)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     for level in ("avx2", "avx512"):
         shutil.copy(library, folder / f"_{level}.so")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ QUICK = 4  # times as many of those that take so much less time: of amaxes, and 
 ELEMENTS_PER_CALL = 1 << 26  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 _default: list[int] = []
+_warned: list[str] = []
 
 
 _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
@@ -109,21 +111,38 @@ class MultiplesCall(ctypes.Structure):
     ]
 
 
+LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
+
+
 class Library(NamedTuple):
-    """A library, and the level of processors that it is for; or None, and why."""
+    """The functions of a library, its level, and why no higher level is used ("" for the processor's own).
+
+    Without a library, `functions` is None and `level` says why.
+    """
 
     functions: Any
     level: str
+    why: str = ""
+
+
+def _open(level: str) -> Any:
+    """Open the library of a level. Raises OSError if there is none."""
+    found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
+    if not found:
+        where = "where there is a C++ compiler" if level == "base" else "on this machine, or with FP4KIT_CPU_LEVELS=all"
+        raise OSError(f"it is not compiled here; install fp4kit {where}")
+    functions = ctypes.CDLL(str(found[0]))
+    functions.fp4kit_digest.restype = functions.fp4kit_level.restype = c_char_p
+    return functions
 
 
 def _load(level: str) -> Any:
-    """The library of a level; OSError where there is none that was made from these sources."""
-    found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
-    if not found:
-        raise OSError("it is not compiled here; install fp4kit where there is a C++ compiler")
-    functions = ctypes.CDLL(str(found[0]))
+    """Return the library of a level. Raises OSError if there is none, or if it was compiled from other sources."""
+    functions = _open(level)
+    if functions.fp4kit_digest().decode() != digest():
+        raise OSError("it was compiled from other sources; install fp4kit again")
     for name, result, arguments in (
-        ("digest", c_char_p, []), ("level", c_char_p, []), ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
+        ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
         ("tensor", c_int, [c_char_p]),
         ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
         ("amax", c_uint32, [POINTER(AmaxCall)]), ("decoder", c_int, [c_char_p]),
@@ -136,30 +155,49 @@ def _load(level: str) -> Any:
     ):  # fmt: skip
         function = getattr(functions, f"fp4kit_{name}")
         function.restype, function.argtypes = result, arguments
-    if functions.fp4kit_digest().decode() != digest():
-        raise OSError("it was compiled from other sources; install fp4kit again")
     return functions
 
 
 @cache
 def library() -> Library:
-    """The library for this processor: the best one that there is."""
+    """Return the best library for this processor.
+
+    Warns, once per process, if a higher level is missing, or if libraries are there and none can be used.
+    """
     try:
-        base = _load("base")
-        level = base.fp4kit_level().decode()
-        functions = base if level == "base" else _load(level)
+        best = _open("base").fp4kit_level().decode()  # a stale library knows the processor, too
     except (OSError, AttributeError) as error:
         return Library(None, str(error))
+    functions, missing = None, []
+    for level in reversed(LEVELS[: LEVELS.index(best) + 1]):
+        try:
+            functions = _load(level)
+            break
+        except (OSError, AttributeError) as error:
+            missing.append((level, str(error)))
+    if functions is None:
+        found = Library(None, missing[-1][1])
+        _warn_once(f"fp4kit computes by its specification in NumPy, which is 20 to 100 times slower: {found.level}")
+        return found
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
-    return Library(functions, level)
+    found = Library(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
+    if found.why:
+        _warn_once(f"fp4kit computes by its engine for {level} processors, which is slower than this one's: {found.why}")
+    return found
+
+
+def _warn_once(text: str) -> None:
+    if not _warned:
+        _warned.append(text)  # first, since a filter may raise the warning
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def functions() -> Any:
     """The library's functions. Raises Declined where there is no library."""
-    found, why = library()
-    if found is None:
-        raise Declined(f"the compiled engine is not there: {why}")
-    return found
+    found = library()
+    if found.functions is None:
+        raise Declined(f"the compiled engine is not there: {found.level}")
+    return found.functions
 
 
 def set_num_threads(count: int) -> None:

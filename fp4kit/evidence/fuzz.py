@@ -179,5 +179,5 @@ def device_engine() -> tuple[Engine | None, str]:
 
 def host_engine() -> tuple[Engine | None, str]:
     """The host's compiled engine, and its name; or None, and why there is none."""
-    functions, level = library()
-    return (None, level) if functions is None else (Engine(np), f"This processor, {engine_name()}")
+    found = library()
+    return (None, found.level) if found.functions is None else (Engine(np), f"This processor, {engine_name()}")

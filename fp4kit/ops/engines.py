@@ -49,17 +49,38 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def engine() -> str:
-    """What computes on NumPy arrays, here and now: "cpu-avx512", "cpu-avx2" or "cpu-base", the compiled engine for processors of
-    that level; or "reference", the specification in NumPy alone, where fp4kit was installed without a C++ compiler.
+class Engine(str):
+    """The name of an engine. Its attribute `why` says why no faster engine computes; "" if this is the fastest one."""
 
-    The bytes are the same. What the compiled engine does not cover falls to the specification.
+    why: str
+
+    def __new__(cls, name: str, why: str = "") -> Engine:
+        self = super().__new__(cls, name)
+        self.why = why
+        return self
+
+    def __repr__(self) -> str:
+        return f"{str(self)!r} ({self.why})" if self.why else repr(str(self))
+
+
+def engine() -> Engine:
+    """Return the name of the engine that computes on NumPy arrays, here and now.
+
+    The name is "cpu-avx512", "cpu-avx2" or "cpu-base" for the compiled engine, by the level of processors that it was compiled
+    for, or "reference" for the specification in NumPy. If a faster engine could run here, the name's attribute `why` says what
+    is missing. The bytes are the same. Calls that the compiled engine does not cover are computed by the specification.
 
     >>> import fp4kit
     >>> fp4kit.engine().partition("-")[0] in ("cpu", "reference")
     True
+    >>> with fp4kit.specification():
+    ...     fp4kit.engine()
+    'reference' (within fp4kit.specification())
     """
-    return f"cpu-{library().level}" if not by_specification.get() and library().functions is not None else "reference"
+    if by_specification.get():
+        return Engine("reference", "within fp4kit.specification()")
+    found = library()
+    return Engine("reference", found.level) if found.functions is None else Engine(f"cpu-{found.level}", found.why)
 
 
 @contextmanager

@@ -6,8 +6,10 @@
 
 #include "host.h"
 
-#if defined(__x86_64__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <tmmintrin.h>  // takes a tenth of the time of immintrin.h
 #elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
 #endif

@@ -1,6 +1,4 @@
 // The functions that Python calls (native.py has their arguments): each does a whole matrix, by units of some rows and columns.
-#pragma once
-
 #include "decoder.h"
 #include "multiples.h"
 #include "search.h"
@@ -24,11 +22,11 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 }
 
 // Index of a rule, or of an element's arithmetic, by its key; -1 for one that is not here.
-FP4KIT_EXPORT int fp4kit_rule(const char* key) { return index_of(kRules, key); }
+FP4KIT_EXPORT int fp4kit_rule(const char* key) { return kRules.index_of(key); }
 
-FP4KIT_EXPORT int fp4kit_tensor(const char* key) { return index_of(kTensors, key); }
+FP4KIT_EXPORT int fp4kit_tensor(const char* key) { return kTensors.index_of(key); }
 
-FP4KIT_EXPORT int fp4kit_element(const char* key) { return index_of(kElements, key); }
+FP4KIT_EXPORT int fp4kit_element(const char* key) { return kElements.index_of(key); }
 
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) { reciprocal_table = table; }
 
@@ -106,7 +104,7 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* like, const DecodeCall*
   return !usual;
 }
 
-FP4KIT_EXPORT int fp4kit_decoder(const char* key) { return index_of(kDecodes, key); }
+FP4KIT_EXPORT int fp4kit_decoder(const char* key) { return kDecodes.index_of(key); }
 
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   Tables memory;
