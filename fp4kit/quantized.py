@@ -17,6 +17,7 @@ from fp4kit.layouts import check_layout
 from fp4kit.libraries import Library, library_of, numpy_dtype
 from fp4kit.parts import check_amounts, check_codes, scale_shape, wanted_parts
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import ScaleLayout
 
 PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")  # fields that are arrays
 FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # and the others
@@ -52,7 +53,7 @@ class Quantized:
     dtype: np.dtype
     axis: int
     recipe: Recipe
-    scale_layout: str = "linear"
+    scale_layout: ScaleLayout = "linear"
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -66,8 +67,7 @@ class Quantized:
         check_layout("Quantized", self.scale_layout)
         axis, packed, scales, covered = wanted_parts(self.shape, given, self.recipe, self.scale_layout)
         put(self, "axis", axis)
-        library = library_of(self.packed)
-        if library is not None:
+        if (library := library_of(self.packed)) is not None:
             return self._check_parts_of(library)
         host = isinstance(self.packed, np.ndarray)
         self._check("packed", packed, host)
@@ -184,7 +184,7 @@ class Quantized:
         shape: tuple[int, ...] | None = None,
         dtype: Any = "bfloat16",
         axis: int = -1,
-        scale_layout: str = "linear",
+        scale_layout: ScaleLayout = "linear",
         tensor_scale_divides: bool = False,
         high_nibble_first: bool = False,
     ) -> Quantized:

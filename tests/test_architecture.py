@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
     {"startup"},
-    {"arguments", "arithmetic", "lazy", "rounding"},
+    {"arguments", "arithmetic", "lazy", "rounding", "types"},
     {"formats"},
     {"recipes"},
     {"dlpack"},
@@ -180,10 +180,10 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
 
 
 def undocumented(path):
-    """Public functions, classes and methods without a docstring; properties are nouns, and may go without."""
+    """Public functions, classes and methods without a docstring; properties and overloads may go without."""
 
     def explains_itself(node):
-        is_property = {"property", "lazy_property"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
+        is_property = {"property", "lazy_property", "overload"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
         return ast.get_docstring(node) or is_property
 
     def public(body, prefix=""):

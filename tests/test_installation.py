@@ -7,14 +7,17 @@ import runpy
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fp4kit.cpu import native
 
 ROOT = Path(__file__).resolve().parent.parent
+USER = Path(__file__).parent / "typed_user.py"
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +84,24 @@ def test_an_editable_installation_is_a_path(tmp_path):
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
         assert len(names) == 1 and names[0].endswith(".pth")
         assert archive.read(names[0]).decode().split() == [str(source)]
+
+
+@pytest.mark.exhaustive
+def test_mypy_checks_a_users_file(tmp_path):
+    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and refuses wrong arguments in it line by line."""
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "fp4kit.pth").write_text(f"{ROOT}\n{Path(np.__file__).parent.parent}\n")
+    wrong = tmp_path / "wrong.py"
+    lines = USER.read_text(encoding="utf-8").splitlines(keepends=True)
+    marked = [number for number, line in enumerate(lines, 1) if "# wrong: " in line]
+    wrong.write_text("".join(line.split("# wrong: ")[1] if "# wrong: " in line else line for line in lines))
+    shutil.copy(USER, tmp_path / "right.py")
+    for name, expected in (("right", []), ("wrong", marked)):
+        command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", "cache"]
+        command += ["--python-executable", str(python), f"{name}.py"]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        errors = [line for line in found.stdout.splitlines() if ": error: " in line]
+        assert [int(line.split(":")[1]) for line in errors] == expected, found.stdout + found.stderr

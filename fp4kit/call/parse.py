@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,8 @@ from fp4kit.interop import import_arrays, is_array
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
-Hadamard = bool | Literal["no_signs"]
 HADAMARD_BLOCK = 16
 TE_SIGN_MASK = 0xD7E8  # Transformer Engine's: bit i set, input i of a block is negated
 SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
@@ -32,8 +32,8 @@ class Declined(NotImplementedError):
 class Options(NamedTuple):
     """What a call of quantize adds to recipe and axis, as the caller gave it."""
 
-    scale_layout: str = "linear"
-    rounding: str = "nearest"
+    scale_layout: ScaleLayout = "linear"
+    rounding: RoundingMode = "nearest"
     seed: Any = None
     hadamard: Hadamard = False
 
@@ -57,7 +57,7 @@ class Call(NamedTuple):
     tensor_amax: Any = None
     block_amax: Any = None
     grad: Any = None
-    layout: str = "linear"
+    layout: ScaleLayout = "linear"
     random: Any = None
     mask: int | None = None
     out: Quantized | None = None

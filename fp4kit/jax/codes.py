@@ -10,13 +10,14 @@ import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.call import check
 from fp4kit.call.outputs import parts
-from fp4kit.call.parse import Hadamard, Options, quantize_call
+from fp4kit.call.parse import Options, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.functions import as_jax, check_seed
 from fp4kit.libraries import numpy_dtype
 from fp4kit.pieces import unflatten
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
 
 def quantize(
@@ -25,8 +26,8 @@ def quantize(
     *,
     axis: int = -1,
     tensor_amax: Any = None,
-    scale_layout: str = "linear",
-    rounding: str = "nearest",
+    scale_layout: ScaleLayout = "linear",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: Hadamard = False,
     block_amax: Any = None,

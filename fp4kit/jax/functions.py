@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from fp4kit.call.parse import Options, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import RoundingMode
 
 
 class How(NamedTuple):
@@ -22,7 +23,7 @@ class How(NamedTuple):
 
     recipe: Recipe
     axis: int
-    rounding: str
+    rounding: RoundingMode
     seed: int | None
     pass_through: bool
 
@@ -43,7 +44,7 @@ def fake_quantize(
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     pass_through: bool = True,
     amax: Any = None,
@@ -90,12 +91,12 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     return x
 
 
-def how_of(op: str, recipe: str | Recipe, axis: int, rounding: str, seed: Any, pass_through: bool) -> tuple[How, Any]:
+def how_of(op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool) -> tuple[How, Any]:
     """What is static, and the seed where it is an array."""
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
-    how = How(r, axis, str(rounding), number, as_flag(op, "pass_through", pass_through))
+    how = How(r, axis, cast(RoundingMode, str(rounding)), number, as_flag(op, "pass_through", pass_through))
     return how, seed if number is None else None
 
 

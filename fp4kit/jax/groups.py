@@ -14,6 +14,7 @@ from fp4kit.jax.calls import is_traced, like, traced
 from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
 from fp4kit.recipes import Recipe
+from fp4kit.types import RoundingMode
 
 
 def fake_quantize_grouped(
@@ -23,7 +24,7 @@ def fake_quantize_grouped(
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     pass_through: bool = True,
     amax: Any = None,

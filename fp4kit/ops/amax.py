@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from fp4kit.call import check
 from fp4kit.call.parse import array_call
@@ -12,11 +13,18 @@ from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
+from fp4kit.types import ArrayT, RecipeId
 
 
+@overload
+def amax(
+    x: np.ndarray, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
+) -> npt.NDArray[np.float32]: ...
+@overload
+def amax(x: ArrayT, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> ArrayT: ...
 @with_threads
 @comes_home
-def amax(x: Any, recipe: str | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> np.ndarray:
+def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None) -> Any:
     """Largest |x|: of the whole array, along axes, or of each block that shares a block scale.
 
     amax(x)                       float32 (): the tensor's amax

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import Any, overload
 
 from fp4kit.call import check
 from fp4kit.call.apart import check_apart, is_apart
@@ -13,10 +11,15 @@ from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, numpy_dtype, written
 from fp4kit.ops.engines import prepared_by, run, with_threads
 from fp4kit.quantized import Quantized
+from fp4kit.types import ArrayT
 
 
+@overload
+def dequantize(q: Quantized, dtype: Any = None, *, out: ArrayT, threads: int | None = None) -> ArrayT: ...
+@overload
+def dequantize(q: Quantized, dtype: Any = None, *, out: None = None, threads: int | None = None) -> Any: ...
 @with_threads
-def dequantize(q: Quantized, dtype: Any = None, *, out: np.ndarray | None = None, threads: int | None = None) -> np.ndarray:
+def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int | None = None) -> Any:
     """Values of a quantized array, in the shape of the array that was quantized.
 
         value = decode(code) * block_scale * tensor_scale      in the producer's order (recipe.decode_rule), then rounded to dtype

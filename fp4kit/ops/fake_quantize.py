@@ -16,20 +16,21 @@ from fp4kit.libraries import comes_home, library_of
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.parts import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import Array, ArrayT, RecipeId, RoundingMode
 
 
 @with_threads
 def fake_quantize(
-    x: Any,
-    recipe: str | Recipe,
+    x: ArrayT,
+    recipe: RecipeId | Recipe,
     *,
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     threads: int | None = None,
-) -> np.ndarray:
+) -> ArrayT:
     """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
     Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
@@ -73,8 +74,8 @@ def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
 
 @comes_home
 def fake_quantize_backward(
-    grad: Any, x: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
-) -> np.ndarray:
+    grad: ArrayT, x: Array, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
+) -> ArrayT:
     """Straight-through gradient of fake_quantize with respect to x.
 
         pass_through: grad        otherwise: grad where |x| <= amax, else 0

@@ -10,7 +10,7 @@ from fp4kit import interop
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call import check
 from fp4kit.call.each import each
-from fp4kit.call.parse import Hadamard, array_call, backward_call
+from fp4kit.call.parse import array_call, backward_call
 from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.engine.amax import amax_rows, by_blocks, reduced_rows
 from fp4kit.cuda.group import AmaxRows
@@ -22,12 +22,13 @@ from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 @with_threads
 @comes_home
 def amax_grouped(
-    xs: Any, recipe: str | Recipe | None = None, *, axis: Any = None, threads: int | None = None
+    xs: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, threads: int | None = None
 ) -> list[Any]:
     """[amax(x, recipe, axis=axis) for x in xs]; on a GPU in one launch, whose results are views of one vector, unless
     a thread has to see whole blocks (of several rows, or of a recipe with amax_nan="lanes").
@@ -60,12 +61,12 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
 @with_threads
 def quantize_grouped(
     xs: Any,
-    recipe: str | Recipe,
+    recipe: RecipeId | Recipe,
     *,
     axis: int = -1,
     tensor_amax: Any = None,
-    scale_layout: str = "linear",
-    rounding: str = "nearest",
+    scale_layout: ScaleLayout = "linear",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: Hadamard = False,
     block_amax: Any = None,
@@ -94,12 +95,12 @@ def quantize_grouped(
 @with_threads
 def fake_quantize_grouped(
     xs: Any,
-    recipe: str | Recipe,
+    recipe: RecipeId | Recipe,
     *,
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     threads: int | None = None,
 ) -> list[Any]:
@@ -115,7 +116,7 @@ def fake_quantize_grouped(
 
 @comes_home
 def fake_quantize_grouped_backward(
-    grads: Any, xs: Any, recipe: str | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
+    grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
 ) -> list[Any]:
     """[fake_quantize_backward(g, x, recipe, amax=a, pass_through=pass_through) for each], bit for bit.
 

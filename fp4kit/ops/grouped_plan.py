@@ -12,7 +12,7 @@ import numpy as np
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.each import each
-from fp4kit.call.parse import Call, Hadamard, Options, array_call, backward_call, check_codes, with_amaxes, with_options
+from fp4kit.call.parse import Call, Options, array_call, backward_call, check_codes, with_amaxes, with_options
 from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.group import Group, cut
 from fp4kit.interop import import_arrays, is_array
@@ -22,6 +22,7 @@ from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_ba
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.reference.engine import compute_tensor_amax
+from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class Given(NamedTuple):
@@ -123,12 +124,12 @@ class GroupedPlan:
     def __init__(
         self,
         xs: Any,
-        recipe: str | Recipe,
+        recipe: RecipeId | Recipe,
         *,
         axis: int = -1,
         tensor_amax: Any = None,
-        scale_layout: str = "linear",
-        rounding: str = "nearest",
+        scale_layout: ScaleLayout = "linear",
+        rounding: RoundingMode = "nearest",
         seed: Any = None,
         hadamard: Hadamard = False,
         block_amax: Any = None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.call import check
-from fp4kit.call.parse import HADAMARD_BLOCK, Hadamard
+from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
@@ -23,6 +23,7 @@ from fp4kit.pieces import box_of
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import hadamard_blocks
+from fp4kit.types import Hadamard
 
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first

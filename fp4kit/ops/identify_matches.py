@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit import interop
-from fp4kit.call.parse import Hadamard
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.types import Hadamard
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,24 @@ from typing import Any
 from fp4kit.arguments import as_index
 from fp4kit.call.apart import is_apart
 from fp4kit.call.outputs import import_out
-from fp4kit.call.parse import Hadamard, Options, call_with_scales, check_seed, columnwise, quantize_call
+from fp4kit.call.parse import Options, call_with_scales, check_seed, columnwise, quantize_call
 from fp4kit.call.repeat import find, keep
 from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 @with_threads
 def quantize(
-    x: Any,
-    recipe: str | Recipe,
+    x: Array,
+    recipe: RecipeId | Recipe,
     *,
     axis: int = -1,
     tensor_amax: Any = None,
-    scale_layout: str = "linear",
-    rounding: str = "nearest",
+    scale_layout: ScaleLayout = "linear",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: Hadamard = False,
     block_amax: Any = None,
@@ -126,12 +127,12 @@ def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
 
 @with_threads
 def quantize_both(
-    x: Any,
-    recipe: str | Recipe,
+    x: Array,
+    recipe: RecipeId | Recipe,
     *,
     tensor_amax: Any = None,
-    scale_layout: str = "linear",
-    rounding: str = "nearest",
+    scale_layout: ScaleLayout = "linear",
+    rounding: RoundingMode = "nearest",
     seed: int | None = None,
     hadamard: Hadamard = False,
     threads: int | None = None,

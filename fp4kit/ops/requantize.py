@@ -9,6 +9,7 @@ from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.types import RecipeId
 
 
 class Requantized(NamedTuple):
@@ -23,7 +24,7 @@ class Requantized(NamedTuple):
 
 
 @comes_home
-def requantize(q: Quantized, recipe: str | Recipe) -> Requantized:
+def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     """Quantize a quantized array with another recipe, and say whether every value stayed the same.
 
     MXFP4 -> NVFP4 keeps the codes: with k the exponents of the blocks that hold anything but zeros and m = max(k) - 8,

@@ -8,15 +8,16 @@ from fp4kit.call.search_scales import Wanted, search_call
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
+from fp4kit.types import Array, Objective, RecipeId
 
 
 @with_threads
 @comes_home
 def search_scales(
-    x: Any,
-    recipe: str | Recipe,
+    x: Array,
+    recipe: RecipeId | Recipe,
     *,
-    objective: str = "mse",
+    objective: Objective = "mse",
     tensor_amax: Any = None,
     weights: Any = None,
     hessian: Any = None,

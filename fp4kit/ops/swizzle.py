@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -14,9 +14,14 @@ from fp4kit.interop import import_arrays
 from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import prepared_by, run
 from fp4kit.quantized import Quantized
+from fp4kit.types import ArrayT, ScaleLayout
 
 
-def swizzle(q_or_scales: Any, layout: str) -> Any:
+@overload
+def swizzle(q_or_scales: Quantized, layout: ScaleLayout) -> Quantized: ...
+@overload
+def swizzle(q_or_scales: ArrayT, layout: ScaleLayout) -> ArrayT: ...
+def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
     """Block scales in another layout: of a Quantized (any layout to any), or of an array of linear scales (..., R, C).
 
     layout: "linear", "swizzled_128x4" or "swizzled_8x4"; fp4kit.layouts gives the offsets. Padding is zero.
@@ -40,14 +45,14 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
     return change_layout(scales, "linear", layout, scales.shape)
 
 
-def _change(op: str, q: Quantized, layout: str) -> Quantized:
+def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
     """A Quantized with its scales in a layout."""
     key, repeat = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if repeat is None else repeat(q)
 
 
 @comes_home
-def _change_fully(given: Quantized, op: str, layout: str, key: Any) -> Quantized:
+def _change_fully(given: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     layouts.check_layout(op, layout)
     q = given.imported()
@@ -62,7 +67,11 @@ def _change_fully(given: Quantized, op: str, layout: str, key: Any) -> Quantized
     return result
 
 
-def unswizzle(q_or_scales: Any, layout: str | None = None, shape: tuple[int, ...] | None = None) -> Any:
+@overload
+def unswizzle(q_or_scales: Quantized, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Quantized: ...
+@overload
+def unswizzle(q_or_scales: ArrayT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> ArrayT: ...
+def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> Any:
     """Linear block scales: of a Quantized, or of an array in `layout` whose linear shape (..., R, C) is `shape`.
 
     Returns a Quantized with scale_layout "linear", or uint8 of `shape`; padding is dropped. Inverse of swizzle.

@@ -18,6 +18,7 @@ from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.spec import to_spec
 from fp4kit.torch import codes, groups, transforms
 from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
+from fp4kit.types import RoundingMode, ScaleLayout
 
 Tensor = torch.Tensor
 _INT64 = 2**63
@@ -71,7 +72,7 @@ def fake_quantize(
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     pass_through: bool = True,
     amax: Any = None,
@@ -116,7 +117,7 @@ def fake_quantize_grouped(
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
-    rounding: str = "nearest",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     pass_through: bool = True,
     amax: Any = None,
@@ -170,8 +171,8 @@ def quantize(
     *,
     axis: int = -1,
     tensor_amax: Any = None,
-    scale_layout: str = "linear",
-    rounding: str = "nearest",
+    scale_layout: ScaleLayout = "linear",
+    rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: bool | str = False,
     block_amax: Any = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from fp4kit.call.each import each
 from fp4kit.recipes.spec import from_spec
 from fp4kit.torch.operators import check_backward, check_fake, empty, loop_over, seed_of
 from fp4kit.torch.tensors import detached, own
+from fp4kit.types import RoundingMode
 
 
 def all_detached(tensors: list[Tensor]) -> list[Any] | None:
@@ -41,7 +42,8 @@ def fake_quantize_grouped(
     if not pass_through:
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))
     amaxes: dict[str, Any] = {"tensor_amax": all_detached(tensor_amax), "block_amax": all_detached(block_amax)}
-    values = fp4kit.fake_quantize_grouped(arrays, from_spec(recipe), axis=axis, rounding=rounding, seed=seed_of(seed), **amaxes)
+    mode = cast(RoundingMode, rounding)  # PyTorch's schemas know str alone
+    values = fp4kit.fake_quantize_grouped(arrays, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes)
     return [own(value) for value in values]
 
 

@@ -10,7 +10,7 @@ the shape of x or a 0-d integer on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fp4kit.call.parse import Call, Options, backward_call, fake_call
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
 from fp4kit.recipes.spec import from_spec
 from fp4kit.torch.tensors import check_devices, detached, outline, own
+from fp4kit.types import RoundingMode
 
 
 def seed_of(seed: Tensor | None) -> Any:
@@ -81,7 +82,8 @@ def fake_quantize(
     if not pass_through and amax is not None:
         check_backward("fake_quantize", x, x, recipe, axis, amax)
     amaxes: dict[str, Any] = {"tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
-    return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=rounding, seed=seed_of(seed), **amaxes))
+    mode = cast(RoundingMode, rounding)  # PyTorch's schemas know str alone
+    return own(fp4kit.fake_quantize(x, from_spec(recipe), axis=axis, rounding=mode, seed=seed_of(seed), **amaxes))
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
@@ -109,7 +111,7 @@ def check_fake(
     check_rounding(op, r, rounding, seed_outline(seed))
     check_devices(op, x=x, tensor_amax=amaxes[0], block_amax=amaxes[1], seed=seed if seed is not None and seed.ndim else None)
     tensor_amax, block_amax = map(outline, amaxes)
-    options = Options(rounding=rounding, seed=seed_outline(seed))
+    options = Options(rounding=cast(RoundingMode, rounding), seed=seed_outline(seed))
     call = fake_call(op, outline(x), r, axis, options, tensor_amax=tensor_amax, block_amax=block_amax)
     if not pass_through and amax is not None:
         check_backward(op, x, x, recipe, axis, amax)

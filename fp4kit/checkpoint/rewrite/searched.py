@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.search_scales import search_scales
 from fp4kit.quantized import Quantized
+from fp4kit.types import Objective
 
 
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
@@ -31,7 +32,7 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
     """By the amax of each block, and by the amaxes that are found."""
     r = job.new_recipe
-    found = search_scales(x, r, objective=job.search, tensor_amax=amax, weights=weights)
+    found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
 
 
