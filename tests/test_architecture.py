@@ -183,8 +183,8 @@ def undocumented(path):
     """Public functions, classes and methods without a docstring; properties and overloads may go without."""
 
     def explains_itself(node):
-        is_property = {"property", "lazy_property", "overload"} & {getattr(decorator, "id", "") for decorator in node.decorator_list}
-        return ast.get_docstring(node) or is_property
+        decorators = {getattr(decorator, "id", "") for decorator in node.decorator_list}
+        return ast.get_docstring(node) or decorators & {"property", "lazy_property", "overload"}
 
     def public(body, prefix=""):
         for node in body:
