@@ -37,6 +37,16 @@ def test_shuffled_rows(M, tile, golden):
     assert_same_bits(shuffle_rows(M, tile), golden.get("layouts", f"shuffle_matrix_a_rows/M{M}_tile{tile}"))
 
 
+@pytest.mark.parametrize("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
+def test_tiles_of_shuffled_rows(tile):
+    """Blocks have 32 rows for multiples of 128 alone, as in FlashInfer's get_shuffle_block_size; 16 for any other tile."""
+    block = 16 if tile % 128 else 32
+    rows = [start + block // 8 * j + i for start in range(0, 64, block) for i in range(block // 8) for j in range(8)]
+    assert shuffle_rows(64, tile).tolist() == rows
+    with pytest.raises(ValueError, match=f"needs a multiple of {block} for epilogue tile {tile}"):
+        shuffle_rows(block + 8, tile)
+
+
 def test_shuffled_scales(golden):
     scales = golden.get("layouts", "shuffle_matrix_sf_a/in")
     shuffled = swizzle_scales(scales[shuffle_rows(len(scales), 128)], "swizzled_128x4")

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from host import cupy_on_host as cupy
 from inputs import ordinary
+from numpy.lib.stride_tricks import as_strided
 
 import fp4kit
-from fp4kit.call.apart import overlaps_itself
+from fp4kit.call.apart import overlaps_itself, shares_memory
 from fp4kit.evidence.testing import assert_same_bits
 
 SHAPE, SIZE = (64, 256), 64 * 256 * 4
@@ -86,6 +87,27 @@ def test_dequantize_into_q(name, xp):
         with pytest.raises(ValueError, match=r"^dequantize: out shares memory with q\.packed"):
             fp4kit.dequantize(shared, out=out)
     assert_same_bits(host(shared.packed), host(q.packed))
+
+
+# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the byte that out begins at. They have bytes in common, which
+# takes NumPy's search more work than it may do.
+HARD = [((96, 1024, 28), (84, 1527, 16), 1213), ((552, 956, 152), (803, 348, 57), 1135)]
+
+
+@pytest.mark.parametrize(("of_x", "of_out", "start"), HARD)
+def test_arrays_whose_bytes_are_too_many_to_compare(of_x, of_out, start):
+    """They count as one memory."""
+    buffer, form = np.zeros(1 << 14, np.uint8), fp4kit.quantize(ordinary(3, (4, 3, 16)), "nvfp4-te")
+    x = as_strided(buffer.view(np.float32), (4, 3, 16), of_x)
+    x[...] = before = ordinary(3, (4, 3, 16))
+    out = replace(form, packed=as_strided(buffer[start:], (4, 3, 8), of_out))
+    with pytest.raises(np.exceptions.TooHardError):
+        np.shares_memory(x, out.packed, max_work=1000)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^quantize: out\.packed shares memory with x, which is"):
+            fp4kit.quantize(x, "nvfp4-te", out=out)
+    assert_same_bits(np.array(x), before)
+    assert shares_memory(x, out.packed) and shares_memory(out.packed, x)
 
 
 def test_partial_cast_into_the_shard():

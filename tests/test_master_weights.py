@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -134,6 +135,30 @@ def test_errors(call, message) -> None:
 def cast(cut: tuple[int, int, int], **options) -> None:
     start, end, size = cut
     fp4kit.cast_master_weights([Shard(np.ones(end - start, np.float32), (1, size), start)], SingleProcess(), **options)
+
+
+VARIANT = replace(fp4kit.recipe("nvfp4-te-2d"), scale_max=256)  # under the id of the other
+DIFFERENT = {  # the dtypes and recipes of two processes
+    "dtypes": ((np.float32, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
+    "dtypes of 16 bits": ((np.float16, ml_dtypes.bfloat16), ("nvfp4-te-2d", "nvfp4-te-2d")),
+    "recipes": ((np.float32, np.float32), ("nvfp4-te-2d", "nvfp4-te")),
+    "variants of one id": ((np.float32, np.float32), ("nvfp4-te-2d", VARIANT)),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_processes_that_disagree(case) -> None:
+    """Each raises the same error, before any of them has cast."""
+    dtypes, recipes = DIFFERENT[case]
+
+    def error_of(comm) -> str:
+        shard = Shard(np.ones(16 * 8, dtypes[comm.rank]), (16, 16), 16 * 8 * comm.rank)
+        with pytest.raises(ValueError, match="cast_master_weights") as caught:
+            fp4kit.cast_master_weights([shard], comm, recipes[comm.rank])
+        return str(caught.value)
+
+    first, second = run_threads(2, error_of)
+    assert first == second and "processes have [1, 1] matrices, or other shapes, dtypes or recipes" in first
 
 
 def test_errors_come_before_anything_is_sent() -> None:

@@ -280,6 +280,19 @@ def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
     assert open_source(snapshot).files[0].name == "model-00001-of-00002.safetensors"
 
 
+@pytest.mark.parametrize("folder", ["snapshot", "revisions", "snapshots/abc"])
+def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder: str) -> None:
+    """Those of snapshots/REVISION into the blobs beside snapshots, and of no other directory into blobs near it."""
+    root, blobs = tmp_path / "models--x" / folder / "1", tmp_path / "models--x" / "blobs"
+    synthetic.dense(root)
+    for place in (blobs, root.parent.parent / "blobs"):
+        place.mkdir(exist_ok=True)
+    for i, path in enumerate(sorted(root.iterdir())):
+        path.rename(blobs / str(i))
+        path.symlink_to(blobs / str(i))
+    _refused(root, "a link that leaves")
+
+
 def test_tensor_in_two_files(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m", index=False)
     synthetic.write_file(tmp_path / "m" / "consolidated.safetensors", {"model.norm.weight": np.ones(64, np.float32)})

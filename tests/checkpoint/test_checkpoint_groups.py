@@ -14,6 +14,8 @@ from oracle import load
 from synthetic import refused
 
 from fp4kit.checkpoint.convert import convert
+from fp4kit.checkpoint.rewrite.cast import is_exact
+from fp4kit.formats import FLT_MAX, FLT_MIN
 
 CT = {"quant_method": "compressed-tensors"}
 
@@ -88,6 +90,22 @@ def test_17_binades_and_no_more(tmp_path: Path) -> None:
         folder.mkdir()
         _, report = written(folder, {**mxfp4("a", 105, 105 + span)})
         assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
+
+
+@pytest.mark.parametrize(("low", "high", "exact"), [(-118, -115, True), (-119, -116, True), (121, 124, True), (122, 125, False)])
+def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(tmp_path: Path, low: int, high: int, exact: bool) -> None:
+    """2^(high - 8) must be normal, and, as MLX stores it, times 2688 finite: from an exponent of 125 on it is not."""
+    _, report = written(tmp_path, mxfp4("a", low + 127, high + 128))
+    assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
+
+
+def test_exponents_of_exact_casts() -> None:
+    """For every largest exponent that E8M0 has: scales are exact 17 binades below it, if both stored forms are normal numbers."""
+    for high in range(-127, 128):
+        scale = 2.0 ** (high - 8)
+        usable = float(FLT_MIN) <= scale and scale * 2688 <= float(FLT_MAX)
+        assert [is_exact(high - span, high) for span in (0, 17, 18)] == [usable, usable, False]
+    assert is_exact(1 << 20, -(1 << 20))
 
 
 def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
