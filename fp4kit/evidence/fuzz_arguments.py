@@ -50,7 +50,7 @@ def tensor_amax(p: Program, case: Case, i: int = 0, name: str = "amax") -> Any:
     moved = moved_shape(case, case.arrays[0 if o.stacked else i])
     if r.tensor_scaling == "tensor":
         if o.tensor_amax == "number" or len(moved) < 3:
-            return (3.7, 1, 0, 1e-30, 3e38, float("inf"), 2688.0, 0.3)[(o.seed + i) % 8]
+            return (3.7, 1, 0, 1e-30, 3e38, float("inf"), 2688.0, 0.3, -0.0)[(o.seed + i) % 9]
         shape = moved[:1]
     else:
         shape = tensor_amax_shape(moved, r)

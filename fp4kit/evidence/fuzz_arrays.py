@@ -198,9 +198,9 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """What an amax can be: ordinary, but also zero, tiny, huge, infinite."""
+    """Return what an amax can be: ordinary, but also 0, -0, tiny, huge, infinite."""
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
-    special = rng.choice(np.array([0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
+    special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
