@@ -1,4 +1,4 @@
-"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix on the GPU, or its stand-in."""
+"""Recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, torchao 0.18 on a GPU or its twin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp4kit.recipes import RECIPES
 pytestmark = ON_GPU
 
 PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
-NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS]
+NAMES = [name for name, r in RECIPES.items() if r.producer in PRODUCERS or name.endswith("-018")]
 FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax decides
     *(
         "nvfp4-vllm-emulation-cuda",
@@ -26,6 +26,7 @@ FEW = (  # a rule of each header, a rounding of each kind, a factor that an amax
         "mxfp4-quark-floor",
     ),
     *("mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix", "mxfp8-quark-even"),
+    *("mxfp4-torchao-even-018", "mxfp8-torchao-rceil-018"),
 )
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
