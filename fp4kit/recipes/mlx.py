@@ -71,8 +71,8 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         fmt, f"{name}-mlx-cpu", block_rule="e8m0_mlx", decode_rule="e8m0_mlx", apply="divide", amax_nan="propagate", **first,
         source=_cpu(name, "0.32.4"),
         exact="mx.quantize on a CPU from 0.32.2 on" + ", mx.dequantize from 0.32.3 on" * (fmt is MXFP8_E4M3)
-        + "; scale bytes of tiny blocks wrap there, and here, and decode as huge scales; to float16 it decodes with rounded scales: "
-        "inf from 2^16 on, 0 below 2^-24",
+        + "; scale bytes of tiny blocks wrap there, and here, and decode as huge scales; to float16 it decodes with rounded "
+        "scales: inf from 2^16 on, 0 below 2^-24",
         versions=DECODES_NAN if fmt is MXFP8_E4M3 else None,
     )  # fmt: skip
     yield cpu
