@@ -93,13 +93,15 @@ class Result:
 def run(
     adapter: Adapter, ids: tuple[str, ...], seconds: float, seed: int, tick: Callable[[int], None] = lambda differing: None
 ) -> Result:
-    """Run the calls of an adapter that are among the ids, in turns, for so many seconds.
+    """Run the calls of an adapter that are among the ids, in turns, for so many seconds. Without any, nothing is imported.
 
     A result with a reason and no counts comes back if the producer is not installed or cannot be imported.
     tick: called after each array, with the number of those that differ.
     """
     result = Result(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
+    if not adapter.calls.keys() & set(ids):
+        return result
     try:
         result.version, result.versions = find(adapter)
         with quiet():
@@ -292,7 +294,7 @@ def document(results: list[Result], ids: tuple[str, ...], seconds: float, seed: 
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "seconds": seconds,
         "seed": seed,
-        "producers": [_producer(result) for result in results if not result.reason],
+        "producers": [_producer(result) for result in results if result.recipes],
         "not_run": not_run(results, ids),
     }
 

@@ -31,7 +31,7 @@ def _call(element: str, rounding: str, **options: Any) -> Call:
 
 
 ADAPTER = Adapter(
-    name="mx",
+    name="microxcaling",
     module="mx",
     beside=("torch",),
     prepare=_prepare,
@@ -43,5 +43,4 @@ ADAPTER = Adapter(
         "mxfp8-microxcaling-nearest": _call("fp8_e4m3", "nearest"),
         "mxfp8-microxcaling-even": _call("fp8_e4m3", "even"),
     },
-    title="microxcaling",
 )
