@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exhaustive import by_default
 from on_gpu import ON_GPU, blocks, check, cupy, differing
+from test_quark import underflowing
 from wrapped import over_scales, tiny_scales
 
 import fp4kit
@@ -110,3 +111,9 @@ def test_codes_that_wrap_around(name, dtype) -> None:
     q = fp4kit.quantize(x, name)
     given = {"block_scale": cupy.asarray(q.block_scale), "tensor_scale": cupy.asarray(q.tensor_scale)}
     assert differing(fp4kit.quantize(cupy.asarray(x), name, **given).packed, q.packed) == 0
+
+
+@pytest.mark.parametrize("name", ["nvfp4-quark", "nvfp4-quark-file2file"])
+def test_scales_of_quark_that_underflow(name) -> None:
+    for factor in (1, 2.0**-125, 2.0**-145):
+        check((underflowing() * factor).astype(np.float32), name)

@@ -44,27 +44,25 @@ def factor_auto_round(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, 
 
 
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(amax / (6 * S_dec)), 0 -> 1. Elements are divided by scale * S_dec. Source: Quark, model flow."""
+    """E4M3(amax / (6 * S_dec)), 0 -> 1. Source: Quark, model flow."""
     codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
 
-def _quark_scale(amax: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """t = E4M3(s / S_dec) * S_dec, s = amax / 6; 2^-23 for an s or a t of 0."""
-    scale = amax / recipe.element.max
-    scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
+def factor_quark(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """scale * S_dec, 2^-23 for a product of 0: what elements are divided by. Source: Quark real_quantize_fp4_fp6_per_group."""
+    scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
 
 
 def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """E4M3(t / S_dec) of a t that E4M3 has rounded before: see _quark_scale. Source: Quark, file-to-file flow."""
-    return encode(_quark_scale(amax, tensor, recipe) / tensor.decode, E4M3)
+    """E4M3(t / S_dec), t = E4M3(s / S_dec) * S_dec, s = amax / 6, 2^-23 for 0. t may be 0. Source: Quark, file-to-file flow."""
+    scale = amax / recipe.element.max
+    scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
+    return encode(scale / tensor.decode, E4M3)
 
 
-def factor_quark_file(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """scale * S_dec, 2^-23 under a scale of 0, which elements are divided by: the t that the code was made of."""
-    scale = decode_scale(codes) * tensor.decode
-    return np.where(scale == 0, QUARK_ZERO, scale)
+factor_quark_file = factor_quark
 
 
 def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:

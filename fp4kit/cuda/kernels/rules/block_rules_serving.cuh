@@ -42,7 +42,10 @@ struct block_quark : by_code {
     return code == 0u ? encode_scale<R>(1.0f) : code;
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return decode_scale<R>(code) * t.decode; }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code) * t.decode;
+    return scale == 0.0f ? kQuarkZero : scale;
+  }
 };
 
 struct block_quark_file : by_code {
@@ -50,13 +53,10 @@ struct block_quark_file : by_code {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float scale = amax / max_of<typename R::Element>();
     const u32 first = encode_scale<R>((scale == 0.0f ? kQuarkZero : scale) / t.decode);
-    return encode_scale<R>(factor<R, In>(first, amax, t) / t.decode);
+    return encode_scale<R>(decode_scale<R>(first) * t.decode / t.decode);
   }
   template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    const float scale = decode_scale<R>(code) * t.decode;
-    return scale == 0.0f ? kQuarkZero : scale;
-  }
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return block_quark::factor<R, In>(code, amax, t); }
 };
 
 // The ratio that a block scale is rounded from, which is 0 in a tensor of zeros.
