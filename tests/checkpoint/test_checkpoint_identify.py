@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fp4kit.checkpoint.identify import MOST_FAILED, LayerPair, identify_layers
 from fp4kit.checkpoint.mishaps import StoredLayer
 from fp4kit.checkpoint.pairs import identify_checkpoint
 from fp4kit.checkpoint.scale_search import ScaleSearch
+from fp4kit.cli import main
 from fp4kit.layouts import swizzle_scales
 from fp4kit.ops.identify import candidates_of
 from fp4kit.recipes import RECIPES
@@ -134,6 +136,17 @@ def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     verdict = identify_layers(pairs)
     assert tried == ["rows", "variation"] * (MOST_FAILED + 1)
     assert verdict.hint is None and len(verdict.exceptions) == len(pairs) - 1
+
+
+def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("m", "other"):
+        synthetic.write_model(tmp_path / name, {}, {"a.mlp.down_proj.weight": synthetic.random(name, (64, 128))})
+    convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
+    assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "other")]) == 1
+    said = "nothing matches: no layer has the signs of its source; give the model that this was made from"
+    assert capsys.readouterr().out.splitlines()[-2:] == ["nothing explains any of 1 layer", said]
+    assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hint"] is None
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
