@@ -5,12 +5,16 @@ A variant of a recipe whose fields have a name there is computed by it, whatever
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
+import ml_dtypes
+import numpy as np
+
 from fp4kit import formats
 from fp4kit.cuda.traits import is_same, then_encodes
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import E8M0, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
 from fp4kit.reference.search import FACTORS
@@ -48,6 +52,20 @@ def decode_key(r: Recipe) -> str:
 def top_rule(r: Recipe) -> str:
     """The tensor rule where it says what a scale of 1 covers; else "none"."""
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
+
+
+def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
+    """The least and the largest factor of a block under which codes that are found again (repacked) are those that they were.
+
+    The least one is negative if a factor of 0 keeps codes, too. See keeps_codes of cuda/kernels/rules/finite.cuh.
+    """
+    if not r.repacked:
+        return 0.0, math.inf
+    f, info, power = r.element, ml_dtypes.finfo(dtype), r.scale == E8M0
+    least_exponent = info.minexp - info.nmant
+    most = -least_exponent if power else f.emin - f.mantissa_bits - least_exponent - 1
+    least = 2.0 ** (f.emax - (info.maxexp - 1) + (not power))
+    return least if power else -least, 2.0 ** min(most, 127)
 
 
 GRAIN = 32  # elements that lie in a block, where it has not 16

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, not_encoded, rule_key
+from fp4kit.cpu.keys import GRAIN, WIDTH, element_key, kept_factors, not_encoded, rule_key
 from fp4kit.cpu.memory import address
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, Source, functions, threads_for
 from fp4kit.formats import Packing
@@ -34,12 +34,16 @@ _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F
 
 
 class Kernels(NamedTuple):
-    """What of the library computes a recipe: its indices of the rule (-1: no block scales) and of the elements; blocks."""
+    """What of the library computes a recipe: its indices of the rule (-1: no block scales) and of the elements; blocks.
+
+    kept: the least and the largest factor that it is used for, by kind of input.
+    """
 
     rule: int
     element: int
     block: int
     block_rows: int
+    kept: tuple[tuple[float, float], ...]
 
 
 @lru_cache(256)
@@ -53,7 +57,7 @@ def kernels_of(r: Recipe) -> Kernels:
     element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and rule < 0):
         raise Declined(f"the compiled engine does not have the arithmetic of {r.id}")
-    return Kernels(rule, element, block, r.block_rows)
+    return Kernels(rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
 
 
 def check_array(x: np.ndarray) -> None:
@@ -122,9 +126,10 @@ def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: 
     shape = Shape.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     like = source(x)
     like.data = None
+    least, most = kernels.kept[INPUTS[x.dtype]]
     return EncodeCall(
-        x=like, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width, input=INPUTS[x.dtype],
-        rule=kernels.rule, element=kernels.element, block=kernels.block, block_rows=kernels.block_rows,
+        x=like, least=least, most=most, packed_step=packed_step, scales_step=scales_step, height=shape.height, width=shape.width,
+        input=INPUTS[x.dtype], rule=kernels.rule, element=kernels.element, block=kernels.block, block_rows=kernels.block_rows,
     )  # fmt: skip
 
 
@@ -220,7 +225,7 @@ def _encode(
         random = _Bytes.of(options.random, rows, columns)
         call = EncodeCall(
             source(cut, options.hadamard), *map(address, cut_tensor), int(step), address(cut_amax), address(cut_factors),
-            next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0),
+            next((a.strides[0] // 4 for a in (cut_amax, cut_factors) if a is not None), 0), *kernels.kept[INPUTS[x.dtype]],
             address(random.array), 0 if random.array is None else random.array.strides[0], *random[1:],
             address(codes), address(scale_rows), codes.strides[0], 0 if scale_rows is None else scale_rows.strides[0],
             address(unusual), shape.height, shape.width, INPUTS[x.dtype], kernels.rule, kernels.element, kernels.block,

@@ -44,6 +44,7 @@ class EncodeCall(ctypes.Structure):
         ("tensor_step", c_int64),
         *((name, c_void_p) for name in ("block_amax", "factors")),
         ("block_step", c_int64),
+        *((name, c_float) for name in ("least", "most")),
         ("random", c_void_p),
         ("random_step", c_int64),
         ("seed", POINTER(c_uint64)),

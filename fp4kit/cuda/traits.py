@@ -78,6 +78,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kCompare": r.apply == "compare",
         "bool kThenEncode": then_encodes(r),
         "bool kRoundScaled": r.round_scaled,
+        "bool kRepacked": r.repacked,
         "bool kNanIsMax": r.nan_is_max,
         "bool kNarrow": r.narrow,
         "bool kFourOverSix": r.four_over_six is not None,

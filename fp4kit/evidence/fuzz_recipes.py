@@ -177,6 +177,11 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
+def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
+    scales = r.block_rule is not None and r.apply == "multiply"
+    return {"repacked": not r.repacked} if scales and not (r.four_over_six or r.element.is_integer or r.nan_is_max) else {}
+
+
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
@@ -207,6 +212,7 @@ CHANGES: dict[str, Callable[[Rng, Any], dict[str, Any]]] = {
     "block_rule": _block_rule,
     "tensor_rule": _tensor_rule,
     "round_scaled": _round_scaled,
+    "repacked": _repacked,
     "nan_is_max": _nan_is_max,
     "four_over_six": _four_over_six,
 }

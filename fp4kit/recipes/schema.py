@@ -31,6 +31,8 @@ class Recipe:
     rounding, sign, nan_code: see reference.codec.encode (nan_code None: the format's own).
     amax_nan: "ignore" (a NaN loses every comparison), "propagate", or "lanes" (ignored unless all even or all odd elements are).
     flush: subnormal elements and products are zero (ftz). round_scaled: they are rounded to the input dtype.
+    repacked: codes are found again, from their values and scales in the dtype of the elements, as auto-round packs them. Values
+        that this dtype makes infinite then lose their codes, and so do blocks whose scale it makes 0. Not with random rounding.
     nan_is_max: a NaN element saturates (FlashInfer's clamp) although the format has a NaN.
     four_over_six: None, "mae", "mse" or "max": each block takes the better of two scales, block maximum at 6 or at 4, by the mean
         absolute, mean squared or largest error.
@@ -71,6 +73,7 @@ class Recipe:
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
     flush: bool = False
     round_scaled: bool = False
+    repacked: bool = False
     four_over_six: Literal["mae", "mse", "max"] | None = None
     fast_error: bool = False
     lane_sums: bool = False

@@ -13,7 +13,10 @@ from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
 from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
-_FLAGS = ("nan_is_max", "flush", "round_scaled", "fast_error", "lane_sums", "keep_infinity", "static", "narrow", "fake_only")
+_FLAGS = (
+    *("nan_is_max", "flush", "round_scaled", "repacked", "fast_error", "lane_sums", "keep_infinity", "static", "narrow"),
+    "fake_only",
+)
 _CHOICES: dict[str, tuple[Collection[str], bool]] = {  # names, and whether None is one
     "tensor_scaling": (rules.TENSOR_SCALINGS, False),
     "tensor_rule": (rules.TENSOR_RULES, True),
@@ -265,7 +268,7 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
     """Fields that a rule's own arithmetic would leave without a meaning."""
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest, 'rn'")
-    for name in (*flags, "round_scaled", "nan_is_max"):
+    for name in (*flags, "round_scaled", "repacked", "nan_is_max"):
         if getattr(r, name):
             _refuse(r, name, f"has no meaning with {rule}; needs False")
 
@@ -287,6 +290,8 @@ def _check_options(r: Any) -> None:
         _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
     if r.keep_infinity and not (r.lane_sums or rules.BLOCK_RULES[r.block_rule or "te"].may_overflow):
         _refuse(r, "keep_infinity", "needs lane_sums or a block_rule of fouroversix, whose factors may be infinite")
+    if r.repacked and (r.apply != "multiply" or r.block_rule is None or r.four_over_six or r.element.is_integer or r.nan_is_max):
+        _refuse(r, "repacked", "needs floats that a block_rule scales by apply 'multiply', without four_over_six and nan_is_max")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
 

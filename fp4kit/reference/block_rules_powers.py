@@ -134,7 +134,26 @@ def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe:
     return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
 
 
-factor_e8m0_auto_round = factor_e8m0_auto_round_rceil = factor_e8m0_auto_round_rceil_v2 = _auto_round_factor
+factor_e8m0_auto_round = _auto_round_factor
+
+
+def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """2^(127 - code); NaN where amax is not finite, and where the ratio of an amax above 0 underflows: its log2 is -inf."""
+    return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
+
+
+def factor_e8m0_auto_round_rceil(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """_auto_round_up_factor of amax / max."""
+    return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
+
+
+def factor_e8m0_auto_round_rceil_v2(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """_auto_round_up_factor of amax / 7.25."""
+    return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
 
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:

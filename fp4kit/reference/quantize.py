@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit import layouts
+from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import multiply_ftz
+from fp4kit.reference.arith import multiply_ftz, reciprocal_or_zero
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
-from fp4kit.reference.codec import encode
+from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.scaling import TensorScale, round_to, tensor_scale
@@ -117,7 +118,24 @@ def encode_elements(
         return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
     if recipe.narrow:
         scaled = np.maximum(scaled, -recipe.element.max)
-    return encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
+    codes = encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
+    return _repacked(codes, scaled, factor, recipe, dtype) if recipe.repacked else codes
+
+
+def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Codes of T(value), T(.) rounding to the dtype of the elements, value = decode(code) / factor; NaN for a NaN before.
+
+    E8M0: T(T(value) / T(1 / factor)) is encoded, and inf has the code of zero in a format without NaN, as all its distances are
+    infinite. E4M3: T(value) * factor. 1 / 0 counts as 0. Source: auto-round export_to_autoround/qlinear_fp.py QuantLinear.pack.
+    """
+    inverse = reciprocal_or_zero(factor)
+    values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
+    if recipe.scale != E8M0:
+        return encode(values * factor, recipe.element, "rn", recipe.sign, recipe.nan_code)
+    quotients = round_to(values / round_to(inverse, dtype), dtype)
+    if recipe.element.specials == "none":
+        quotients = np.where(np.isinf(quotients), np.copysign(np.float32(0), quotients), quotients)
+    return encode(quotients, recipe.element, "rn", "signbit", recipe.nan_code)
 
 
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:

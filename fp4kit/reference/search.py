@@ -11,6 +11,7 @@ call has. What follows is the recipe without its search, of blocks that have the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -82,7 +83,7 @@ class Tried:
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
     """The squared error of blocks by their amaxes: float32, added as PyTorch does on a CPU."""
-    blocks = x.reshape(len(x), -1, recipe.block_size)
+    blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
     def error(amax: np.ndarray, which: np.ndarray) -> np.ndarray:
         rows = blocks[which]

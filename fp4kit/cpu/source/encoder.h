@@ -12,6 +12,7 @@ struct EncodeCall {
   i64 tensor_step;
   const float *block_amax, *factors;
   i64 block_step;
+  float least, most;  // factors beyond these are not for these loops; -least: that, but 0 is for them
   const u8* random;  // a byte an element, or nullptr
   i64 random_step;
   const u64* seed;  // of the stream that they come from otherwise, or nullptr
@@ -105,6 +106,10 @@ struct Encoder {
   const float* spread(float* by_block, i64 count, float* factors) const {
     u32 bad = 0;
     for (i64 b = 0; b < count; ++b) bad |= static_cast<u32>(!is_usable(by_block[b], element.by_zero));
+    const float least = fabsf(call.least);
+    const bool is_zero_bad = call.least > 0.0f;
+    for (i64 b = 0; b < count; ++b)
+      bad |= static_cast<u32>((by_block[b] < least) & (is_zero_bad | (by_block[b] != 0.0f))) | static_cast<u32>(by_block[b] > call.most);
     if (element.flushes)
       for (i64 b = 0; b < count; ++b) by_block[b] = flush(by_block[b]);
     const i64 runs = call.block / kRun;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -40,7 +41,7 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    struct = f"{recipe_struct(r, sign_mask=mask)}\n{factors_text(r)}"
+    struct = f"{recipe_struct(replace(r, repacked=False), sign_mask=mask)}\n{factors_text(r)}"
     source = instantiation("search_factors", struct, Input=TYPES[dtype], kAligned=is_aligned)
     return loader.function(source, "search_factors_kernel", device)
 

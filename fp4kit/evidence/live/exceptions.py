@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E8M0
@@ -50,11 +49,6 @@ def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
     return ~(_amax(x, q) < limit)
 
 
-def _overflowing_value(x: np.ndarray, q: Any) -> np.ndarray:
-    largest = float(q.recipe.element.max) * _scale(x, q).astype(np.float64)
-    return largest > float(ml_dtypes.finfo(x.dtype).max)
-
-
 def _infinite_element(x: np.ndarray, q: Any) -> np.ndarray:
     """Where an element, or its product with the inverse scale, may be NaN: under scales that are NaN or infinite."""
     return ~np.isfinite(_scale(x, q))
@@ -76,4 +70,3 @@ NAN_ELEMENT = Exempt("elements that become NaN", _infinite_element)
 NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
 NAN_TENSOR = Exempt("tensors whose scale is NaN", _nan_tensor_scale, scales=True)
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)
-OVERFLOWING_VALUE = Exempt("blocks whose largest value overflows the dtype", _overflowing_value)

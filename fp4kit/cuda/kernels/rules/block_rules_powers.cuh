@@ -106,14 +106,25 @@ FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-struct block_e8m0_auto_round_rceil : finite_inverse {
+// The factor there; NaN where the ratio of an amax above 0 underflows: its log2 is -inf.
+FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
+  return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
+}
+
+struct block_e8m0_auto_round_rceil : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / max_of<typename R::Element>()); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return auto_round_up_factor(code, amax, amax / max_of<typename R::Element>());
+  }
 };
 
-struct block_e8m0_auto_round_rceil_v2 : finite_inverse {
+struct block_e8m0_auto_round_rceil_v2 : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) { return auto_round_up(amax, amax / 7.25f); }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) { return auto_round_up_factor(code, amax, amax / 7.25f); }
 };
 
 // T(2^(round(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite.

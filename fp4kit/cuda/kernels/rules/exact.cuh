@@ -57,12 +57,28 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
+// The code of an element again, from its value in the dtype of elements: see _repacked of reference/quantize.py.
+template <class R, class In>
+FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
+  using E = typename R::Element;
+  constexpr u32 kNan = R::kNanCode;
+  const float inverse = factor == 0.0f ? 0.0f : 1.0f / factor;
+  const float value = is_nan(scaled) ? scaled : round_to<In>(decode<E>(code) * inverse);
+  if constexpr (R::Scale::kMantissaBits != 0) return encode<E, Rounding::rn, R::kSign, kNan>(value * factor);
+  float quotient = round_to<In>(value / round_to<In>(inverse));
+  if (!E::kHasNan && !is_nan(quotient) && !is_finite(quotient)) quotient = float_of(bits_of(quotient) & 0x80000000u);
+  return encode<E, Rounding::rn, Sign::signbit, kNan>(quotient);
+}
+
 // Code of an element. byte: its random byte, where rounding is stochastic.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.by);
   const float y = scaled_element<R, In>(x, f);
-  return R::kStochastic ? encode_stochastic<typename R::Element>(y, byte) : encode_element<R>(y);
+  if constexpr (R::kStochastic) return encode_stochastic<typename R::Element>(y, byte);
+  const u32 code = encode_element<R>(y);
+  if constexpr (R::kRepacked) return repacked<R, In>(code, y, f.by);
+  return code;
 }
 
 // Value of a code under what the block's scales say.

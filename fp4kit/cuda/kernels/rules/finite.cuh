@@ -33,6 +33,18 @@ struct ShortWay {
   static constexpr bool kFewBits = kExact && kE2m1 && !R::kDivide;
 };
 
+// Whether codes that are found again (R::kRepacked) are those that they were: no value overflows the dtype of the elements, which also
+// holds a power of two that is their scale, or, under other scales, keeps values to less than half of the least step between codes.
+template <class R, class In>
+FP4KIT_DEVICE bool keeps_codes(float factor) {
+  using E = typename R::Element;
+  constexpr bool kPower = R::Scale::kMantissaBits == 0;
+  constexpr int kTop = In::kMantissaBits == 10 ? 15 : 127, kLeast = E::kEmax - kTop + !kPower;
+  constexpr int kHeld = kPower ? -In::kLeastExponent : E::kEmin - E::kMantissaBits - In::kLeastExponent - 1, kMost = kHeld < 127 ? kHeld : 127;
+  const bool is_held = factor >= float_of(static_cast<u32>(127 + kLeast) << 23) && factor <= float_of(static_cast<u32>(127 + kMost) << 23);
+  return is_held || (!kPower && factor == 0.0f);  // all values are zeros
+}
+
 // Whether a block goes the short way. largest: float32 bits of its largest magnitude.
 template <class R, class In>
 FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
@@ -42,6 +54,7 @@ FP4KIT_DEVICE bool takes_short_way(u32 largest, Factor f) {
   const float product = float_of(largest) * f.reciprocal;
   bool takes = Way::kClamp || !Way::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.by > 0x1p-90f) & (f.by < 0x1p90f);
+  if constexpr (R::kRepacked && !R::kStochastic) takes = takes & keeps_codes<R, In>(f.by);
   if constexpr (!Way::kOwnSigns && Way::kHalf) {  // no product of an element underflows to a zero
     constexpr int kLeast = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kLeast) << 23));

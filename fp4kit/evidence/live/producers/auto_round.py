@@ -10,7 +10,7 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import NAN_TENSOR, OVERFLOWING_VALUE
+from fp4kit.evidence.live.exceptions import NAN_TENSOR
 
 
 def _prepare() -> None:
@@ -36,8 +36,7 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
-    parts = _packed(values, exponents, bits, 32, f"mx_fp{bits}")
-    return {**parts, "fake": to_numpy(values)} if function == "quant_mx" and bits == 4 else parts
+    return _packed(values, exponents, bits, 32, f"mx_fp{bits}")
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
@@ -54,7 +53,7 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> Call:
-    return Call(partial(_mx, function=function, bits=bits), exempt=(OVERFLOWING_VALUE,))
+    return Call(partial(_mx, function=function, bits=bits))
 
 
 ADAPTER = Adapter(
