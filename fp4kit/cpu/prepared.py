@@ -109,7 +109,8 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     access, tensors = access_to(x), tensor_amax_shape(shape, r) if like.tensor >= 0 else None
     shapes = {"packed": packed, "block_scale": scales, "tensor_scale": tensors, "tensor_amax": tensors}
     codes = ("packed", "block_scale")
-    new = {name: access.maker(made, _UINT8 if name in codes else _FLOAT32, False) for name, made in shapes.items() if made is not None}
+    kinds = {name: _UINT8 if name in codes else _FLOAT32 for name in shapes}
+    new = {name: access.maker(made, kinds[name], False) for name, made in shapes.items() if made is not None}
     fields = {"shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "recipe": r, "scale_layout": "linear"}
     fields |= {name: None for name in shapes if name not in new}
     return QuantizeCall(*like, call.x.size, access, new, fields, functions().fp4kit_quantize)
