@@ -45,3 +45,30 @@ def test_the_compiled_engine(name, monkeypatch):
         x = (underflowing() * factor).astype(np.float32)
         q = agree(fp4kit.quantize, x, name)
         agree(fp4kit.quantize, x, name, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
+
+
+# ---- MX: scales pass through the dtype of the weight on decode, not in the fake quantizer -----------------------------------
+
+
+@pytest.mark.parametrize("name", ["mxfp4-quark-even", "mxfp4-quark-floor", "mxfp6-quark-e2m3-even", "mxfp6-quark-e3m2-even"])
+def test_float16_is_decoded_by_scales_of_float16(name, monkeypatch):
+    as_large_ones(monkeypatch)
+    x = np.float16(np.random.default_rng(1).standard_normal((256, 32)))
+    q = fp4kit.quantize(x, name)
+    scales = np.arange(256, dtype=np.uint8)[:, None]
+    q = fp4kit.Quantized.from_parts(q.packed, scales, recipe=name, shape=x.shape, dtype=x.dtype)
+    found, exact = fp4kit.dequantize(q), fp4kit.dequantize(q, np.float32)
+    assert not found[: 127 - 24].any() and np.isinf(found[143:]).any() and (found[143:] != 0).all()
+    between = slice(127 - 24, 127 + 10)
+    assert (found[between] == exact[between].astype(np.float16)).all() and found[between].any(axis=1).all()
+    assert exact[1].any() and np.isinf(exact[255]).any()
+
+
+@pytest.mark.parametrize("name", ["mxfp4-quark-even", "mxfp6-quark-e2m3-even"])
+def test_its_fake_quantizer_keeps_values_under_scales_that_float16_does_not_hold(name, monkeypatch):
+    as_large_ones(monkeypatch)
+    x = np.float16(np.random.default_rng(2).integers(-3, 4, (64, 64)) * 2.0**-24)
+    faked = agree(fp4kit.fake_quantize, x, name)
+    assert (faked == x).mean() > 0.9
+    assert not fp4kit.dequantize(fp4kit.quantize(x, name)).any()
+    assert not agree(fp4kit.dequantize, fp4kit.quantize(x, name)).any()

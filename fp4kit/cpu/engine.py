@@ -20,6 +20,7 @@ from fp4kit.cpu import search_scales as searching
 from fp4kit.cpu.native import functions
 from fp4kit.quantized import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import faking
 from fp4kit.reference import engine as reference
 from fp4kit.reference.stack import stack
 
@@ -88,6 +89,7 @@ def fake_quantize(call: Call) -> np.ndarray:
     if (reason := keys.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
+    call = call._replace(recipe=faking(call.recipe))
     if call.tensor_amax is None and call.recipe.tensor_scaling != "none":
         call = call._replace(tensor_amax=tensor_amax(call.moved, call.recipe, call.mask))
     values = np.empty(call.moved.shape, call.x.dtype)

@@ -14,7 +14,7 @@ from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key, top_r
 from fp4kit.cuda.traits import decode_rule, format_struct, then_encodes
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
-from fp4kit.recipes.schema import decoding
+from fp4kit.recipes.schema import decoding, faking
 from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
@@ -28,7 +28,7 @@ def text() -> str:
     choices = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
-    decoded = [other for r in table for other in {decoding(r, dtype) for dtype in ("float32", "float16")}]
+    decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in ("float32", "float16"))}]
     decodes = {decode_key(r): r for r in reversed(decoded)}
     return "\n".join(
         [

@@ -23,6 +23,7 @@ from fp4kit.cpu.matrix import check_array, encode_call, kernels_of
 from fp4kit.cpu.native import ELEMENTS_PER_CALL, DecodeCall, EncodeCall, functions, threads_for
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized, assembled
+from fp4kit.recipes.schema import faking
 
 MOST_TENSORS = 1 << 12  # tensor scales of a dequantize that is repeated: they are looked at whenever it is
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
@@ -155,7 +156,7 @@ def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
     try:
         found = functions().fp4kit_fake_quantize
         flat = np.moveaxis(values, call.axis, -1).reshape(-1, shape[-1])
-        decode = decode_call(flat, r, 0, None if r.scale is None else 0)
+        decode = decode_call(flat, faking(r), 0, None if r.scale is None else 0)
     except Declined:
         return None
     access = access_to(x)

@@ -21,7 +21,7 @@ from fp4kit.formats import E4M3
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.recipes.schema import decoding
+from fp4kit.recipes.schema import decoding, faking
 
 _DEQUANTIZE = np.dtype(
     [(n, "u8") for n in ("packed", "scales", "values", "tensor_scale", "tensor_amax")]
@@ -64,7 +64,7 @@ def is_whole(m: Matrix, work: Work) -> bool:
 def struct_of(work: Work) -> str:
     """The structs that a kernel of a way is instantiated with."""
     options: dict[str, Any] = {"fake": work.values, "stochastic": work.stochastic, "calibrated": work.calibrated}
-    r = decoding(work.recipe, work.dtype) if work.values else work.recipe
+    r = decoding(faking(work.recipe), work.dtype) if work.values else work.recipe
     return recipe_struct(r, work.layout, **options, sign_mask=work.mask, finds_amax=work.finds_amax)
 
 

@@ -33,6 +33,8 @@ def fake_quantize(
 ) -> ArrayT:
     """x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
+    It differs where the producer's fake quantizer does: see Recipe.fake_rule, and MX of AMD Quark in float16.
+
     Arguments, errors and numerics are those of quantize. Recipes with a fake_rule follow their producer's own fake quantizer
     instead, which has no codes and often another arithmetic than its real one (reference.fake states each); on a GPU they need
     blocks of one row and 16, 32, ... 512 columns.

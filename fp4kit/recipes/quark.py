@@ -10,7 +10,10 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.13", "0.13")
-_LEAST = "a scale of 2^-127 is stored as 2^-126, blocks with inf hold no value of theirs"
+_LEAST = (
+    "a scale of 2^-127 is stored as 2^-126, blocks with inf hold no value of theirs; its values, of which float16 loses "
+    "those under scales from 2^16 on and below 2^-24; those of its fake quantizer, which loses none"
+)
 
 
 def recipes() -> Iterator[Recipe]:
@@ -34,13 +37,13 @@ def recipes() -> Iterator[Recipe]:
     yield _mx(MXFP6_E2M3, "mxfp6-quark-e2m3-even")
     yield _mx(MXFP6_E3M2, "mxfp6-quark-e3m2-even")
     yield replace(
-        _mx(MXFP8_E4M3, "mxfp8-quark-even"), block_rule="e8m0_even_finite", sign="signbit",
+        _mx(MXFP8_E4M3, "mxfp8-quark-even"), block_rule="e8m0_even_finite", decode_rule="e8m0", sign="signbit",
         exact="the values of its fake quantizer; it packs no FP8 by blocks",
     )  # fmt: skip
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
     return of_format(
-        fmt, id, block_rule="e8m0_quark_even", sign="unsigned_zero", amax_nan="propagate",
+        fmt, id, block_rule="e8m0_quark_even", decode_rule="e8m0_quark", sign="unsigned_zero", amax_nan="propagate",
         source="AMD Quark 0.13 quantization/utils.py even_round, csrc/mx/funcs.cuh", exact=f"its packed tensors, where {_LEAST}",
     )  # fmt: skip

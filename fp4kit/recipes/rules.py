@@ -125,6 +125,7 @@ class DecodeRule(NamedTuple):
 
     unsigned_zero: the code of -0 is +0. float16: the rule that float16 values are decoded by, where it is another.
     numbers: codes of NaN elements stand for the numbers that their bits spell, 480 in E4M3.
+    fake: the rule that gives the values of fake_quantize, where the producer's fake quantizer decodes by another.
     """
 
     scales: tuple[str | None, ...]
@@ -132,6 +133,7 @@ class DecodeRule(NamedTuple):
     unsigned_zero: bool = False
     float16: str = ""
     numbers: bool = False
+    fake: str = ""
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -154,6 +156,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "e8m0_infinite": _POWERS,
     "e8m0_mlx": DecodeRule(("E8M0",), float16="e8m0_float16"),
     "e8m0_mlx_0322": DecodeRule(("E8M0",), float16="e8m0_float16_0322", numbers=True),
+    "e8m0_quark": DecodeRule(("E8M0",), float16="e8m0_float16", fake="e8m0"),
     "e8m0_float16": _POWERS,
     "e8m0_float16_0322": DecodeRule(("E8M0",), numbers=True),
 }

@@ -152,6 +152,13 @@ def decoding(r: Recipe, dtype: Any) -> Recipe:
     return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
 
 
+@lru_cache(256)
+def faking(r: Recipe) -> Recipe:
+    """Return the recipe that fake_quantize decodes by: r unless its producer's fake quantizer has another decode rule."""
+    rule = rules.DECODE_RULES[r.decode_rule].fake
+    return replace(r, decode_rule=rule) if rule else r
+
+
 class Alias(NamedTuple):
     """A producer's name of another's recipe, which gives its codes and scales of every finite input; exact: and what not."""
 

@@ -118,6 +118,14 @@ def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorSca
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
 
 
+def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """decode_e8m0_infinite; float16 by decode_e8m0_float16, as scales pass through the weight's dtype.
+
+    Source: Quark export/nn/modules/realquantizer.py unpack_params.
+    """
+    return decode_e8m0_infinite(values, scales, tensor, recipe)
+
+
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """H(value * H(decode_e8m0_mlx's scale)), H rounds to float16: a scale from 2^16 on is inf, one below 2^-24 is 0.
 

@@ -20,7 +20,7 @@ from fp4kit.call.search_scales import Search
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.parts import packed_shape, scale_shape
 from fp4kit.quantized import Quantized
-from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import partial
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
@@ -247,7 +247,7 @@ def requantize(q: Quantized, target: Recipe, by: Matrices = Matrices()) -> tuple
 def fake_quantize(call: Call) -> np.ndarray:
     """Values of the recipe's fake_rule; without one, of the codes."""
     if call.recipe.fake_rule is None:
-        return dequantize(quantize(call), call.x.dtype)
+        return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
     amax, r = _tensor_amax(call, Matrices()), call.recipe
     moved = np.empty(call.moved.shape, call.x.dtype)
     if moved.size:

@@ -120,6 +120,7 @@ struct decode_e8m0_infinite : decode_product {
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) { return code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code); }
 };
 struct decode_e8m0_mlx : decode_e8m0_infinite {};
+struct decode_e8m0_quark : decode_e8m0_infinite {};
 struct decode_e8m0_mlx_0322 : decode_e8m0_infinite {
   static constexpr bool kNumbers = true;
 };
