@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.tables import FAMILY_COLUMNS, RECIPE_COLUMNS, family_rows, grouped_recipe_rows, markdown
 from fp4kit.cpu.keys import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.agreement import COLUMNS, agreement_rows
+from fp4kit.evidence.live.report import exceptions
+from fp4kit.evidence.live.run import adapters
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("checkpoints", "processors", "recipes", "scale-search")))
+DOCS = ("checkpoints", "live-producers", "processors", "recipes", "scale-search")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: operation, recipe
     ("quantize", "mxfp4-ocp"),
@@ -77,6 +81,24 @@ def scale_search() -> str:
     return scale_search_report.summary(json.loads((RESULTS / "scale-search.json").read_text()))
 
 
+LIVE_COLUMNS = ("producer", "equal at", "beside", "found on", "recipes", "arrays", "elements", "exceptions used (arrays)")
+
+
+def live() -> str:
+    """Which releases of producers were found equal on drawn inputs."""
+    record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
+    names = sorted(adapter.title or adapter.name for adapter in adapters())
+    return markdown(LIVE_COLUMNS, [_live_row(name, record.get(name)) for name in names])
+
+
+def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
+    if entry is None:
+        return (name, "none recorded", *[""] * 6)
+    beside = ", ".join(f"{other} {version}" for other, version in entry["versions"].items() if version != entry["version"])
+    counts = (f"{len(entry['recipes'])}", f"{entry['arrays']:,}", f"{entry['elements']:,}")
+    return (name, entry["version"], beside, entry["date"], *counts, exceptions(entry["exceptions"]))
+
+
 def loaders() -> str:
     """Which engine loads which container."""
     return support.markdown()
@@ -87,7 +109,8 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-PARTS = {one.__name__: one for one in (families, equals, recipes, agreement, performance, cpu, scale_search, loaders, uncovered)}
+ALL = (families, equals, recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered)
+PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.formats import E8M0
+from fp4kit.formats import E2M3, E8M0
 from fp4kit.reference.codec import decode
 
 Where = Callable[[np.ndarray, Any], np.ndarray]  # from x and fp4kit's Quantized to a mask of x's shape
@@ -40,18 +40,10 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
     return np.isnan(_scale(x, q))
 
 
-def _nan_tensor_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    return np.full(x.shape, bool(np.isnan(q.tensor_scale).any()))
-
-
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    limit = 1.75 * 2.0 ** (15 if x.dtype == np.float16 else 127)
-    return ~(_amax(x, q) < limit)
-
-
-def _infinite_element(x: np.ndarray, q: Any) -> np.ndarray:
-    """Where an element, or its product with the inverse scale, may be NaN: under scales that are NaN or infinite."""
-    return ~np.isfinite(_scale(x, q))
+    """Where compressed-tensors rounds an amax to a power of two that the dtype of x does not hold."""
+    least = 1.9375 if q.recipe.element is E2M3 else 1.75
+    return ~(_amax(x, q) < least * 2.0 ** (15 if x.dtype == np.float16 else 127))
 
 
 def _least_scale(x: np.ndarray, q: Any) -> np.ndarray:
@@ -66,7 +58,5 @@ def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
 
 QUARK_LEAST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _least_scale)
 QUARK_INFINITE = Exempt("quotients that overflow in Quark", _infinite_quotient)
-NAN_ELEMENT = Exempt("elements that become NaN", _infinite_element)
 NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
-NAN_TENSOR = Exempt("tensors whose scale is NaN", _nan_tensor_scale, scales=True)
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)

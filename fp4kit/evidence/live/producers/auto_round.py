@@ -10,7 +10,6 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import NAN_TENSOR
 
 
 def _prepare() -> None:
@@ -62,9 +61,9 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-auto-round": Call(partial(_nvfp4, function="nv_fp4"), exempt=(NAN_TENSOR,)),
+        "nvfp4-auto-round": Call(partial(_nvfp4, function="nv_fp4")),
         "nvfp4-auto-round-fake": Call(partial(_nvfp4, function="nv_fp4", fake=True)),
-        "nvfp4-auto-round-opt": Call(partial(_nvfp4, function="opt_rtn_fast_nvfp4"), exempt=(NAN_TENSOR,)),
+        "nvfp4-auto-round-opt": Call(partial(_nvfp4, function="opt_rtn_fast_nvfp4")),
         "mxfp4-auto-round": _mx_call("quant_mx", 4),
         "mxfp4-auto-round-opt": _mx_call("quant_mx_opt_rtn", 4),
         "mxfp4-auto-round-rceil": _mx_call("quant_mx_rceil", 4),

@@ -10,7 +10,6 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import NAN_TENSOR
 
 
 def _prepare() -> None:
@@ -80,7 +79,7 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-modelopt": Call(_nvfp4, exempt=(NAN_TENSOR,), decode=partial(_decode, kind="NVFP4QTensor")),
+        "nvfp4-modelopt": Call(_nvfp4, decode=partial(_decode, kind="NVFP4QTensor")),
         "mxfp4-modelopt": Call(_mxfp4, decode=partial(_decode, kind="MXFP4QTensor")),
         "mxfp8-modelopt": Call(_mxfp8, decode=partial(_decode, kind="MXFP8QTensor")),
     },

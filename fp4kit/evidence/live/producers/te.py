@@ -11,7 +11,6 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import NAN_TENSOR
 from fp4kit.evidence.live.standins import cached, load, packages
 
 _RECIPES = "transformer_engine.pytorch.custom_recipes"
@@ -49,7 +48,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _call(**options: Any) -> Call:
-    return Call(partial(_nvfp4, **options), exempt=(NAN_TENSOR,))
+    return Call(partial(_nvfp4, **options))
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> Call:

@@ -10,7 +10,6 @@ import numpy as np
 import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
-from fp4kit.evidence.live.exceptions import NAN_ELEMENT
 from fp4kit.evidence.live.standins import cached, load, packages, triton
 
 _DETAILS = "vllm.third_party.triton_kernels.numerics_details"
@@ -36,7 +35,7 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> Call:
-    return Call(partial(_downcast, element=element, mode=mode), exempt=(NAN_ELEMENT,))
+    return Call(partial(_downcast, element=element, mode=mode))
 
 
 ADAPTER = Adapter(

@@ -1,0 +1,35 @@
+"""Keep which releases were found equal: fp4kit recipes --live --json | python tools/live_record.py
+
+In docs/live-producers.json, the entry of a producer is replaced if nothing of it differed; the others stay. Then run
+tools/readme.py, which writes the table of the page.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).resolve().parent.parent / "docs" / "live-producers.json"
+KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
+
+
+def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the record with the producers of a run that were equal, and the names of those that were not."""
+    found = dict(record)
+    differing = []
+    for producer in run["producers"]:
+        if producer["differing"]:
+            differing.append(producer["producer"])
+        elif producer["arrays"]:
+            entry = {"date": run["date"], "fp4kit": run["fp4kit"], "seed": run["seed"], **{key: producer[key] for key in KEPT}}
+            found[producer["producer"]] = {**entry, "recipes": {id: r["arrays"] for id, r in producer["recipes"].items()}}
+    return dict(sorted(found.items())), differing
+
+
+if __name__ == "__main__":
+    record, differing = merged(json.loads(RECORD.read_text()) if RECORD.exists() else {}, json.load(sys.stdin))
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    if differing:
+        sys.exit(f"{', '.join(differing)}: something differs; the entries are not replaced")
