@@ -145,22 +145,23 @@ def test_a_prepared_quantize_launches_what_the_full_way_does(gpu, monkeypatch, r
     amax = Array(()) if given else None
     call = lambda: fp4kit.quantize(x, recipe, tensor_amax=amax, scale_layout=layout, out=out)  # noqa: E731
     first, q = logged(gpu, call)
-    assert q is out and len(first) == 1 + given
+    assert q is out and len(first) == 1
     forbid(monkeypatch)
     second, q = logged(gpu, call)
-    assert q is out and amax_out(second[0]) == (out.tensor_amax.data.ptr if given else 0)
-    copies = [("copy", amax.data.ptr, out.tensor_amax.data.ptr, 4)] if given else []
-    assert [*(with_amax_out(line, 0) for line in second), *copies] == first
+    assert q is out and argument(second[0], "amax_out") == (out.tensor_amax.data.ptr if given else 0)
+    assert second == first
 
 
-def amax_out(line):
-    """Where a launch of quantize copies the amax to; 0 for nowhere."""
-    return int(np.frombuffer(line[4], ROWS.struct)["amax_out"][0])
+def argument(line, name):
+    """Return an argument of a launch of quantize: an address, 0 for none."""
+    return int(np.frombuffer(line[4], ROWS.struct)[name][0])
 
 
-def with_amax_out(line, address):
+def with_arguments(line, **addresses):
+    """Return a launch of quantize with other addresses."""
     arguments = np.frombuffer(line[4], ROWS.struct).copy()
-    arguments["amax_out"] = address
+    for name, address in addresses.items():
+        arguments[name] = address
     return (*line[:4], arguments.tobytes())
 
 
@@ -171,10 +172,13 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     at = out.tensor_amax.data.ptr
-    assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel", "copy"]
+    assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"]
     assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
-    elsewhere = np.uint64(first[2][1]).tobytes()  # where the full way had the amax
-    assert [(*line[:4], line[4].replace(elsewhere, np.uint64(at).tobytes())) for line in first[:2]] == second[1:]
+    elsewhere = argument(first[1], "tensor_amax")  # the full way finds the amax there, and its last launch copies it to out
+    assert argument(first[1], "amax_out") == at and elsewhere != at
+    words = np.uint64(elsewhere).tobytes(), np.uint64(at).tobytes()
+    assert (*first[0][:4], first[0][4].replace(*words)) == second[1]
+    assert with_arguments(first[1], tensor_amax=at, amax_out=0) == second[2]
 
 
 def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
@@ -182,10 +186,11 @@ def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):
     first, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
     second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
-    assert [line[0] for line in first] == ["quantize_kernel", "copy"] and "#define FP4KIT_FINDERS 8" in first[0][1]
+    assert [line[0] for line in first] == ["quantize_kernel"] and "#define FP4KIT_FINDERS 8" in first[0][1]
     assert [line[0] for line in second] == ["quantize_kernel"] and second[0][2][0] % FINDERS == 0  # whole clusters
-    elsewhere, at = (np.uint64(pointer).tobytes() for pointer in (first[1][1], out.tensor_amax.data.ptr))
-    assert (*first[0][:4], first[0][4].replace(elsewhere, at)) == second[0]
+    at = out.tensor_amax.data.ptr
+    assert argument(first[0], "amax_out") == at and argument(first[0], "tensor_amax") != at
+    assert with_arguments(first[0], tensor_amax=at, amax_out=0) == second[0]
 
 
 @pytest.mark.parametrize("layout", ["linear", "swizzled_8x4"])
@@ -200,15 +205,13 @@ def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, re
     second, b = logged(gpu, call)
     pairs = [(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale", "tensor_amax")]
     pairs = [pair for pair in pairs if pair != (None, None)]
-    if options:  # the full way copies the amax, the prepared launch does it itself
-        assert first.pop() == ("copy", options["tensor_amax"].data.ptr, a.tensor_amax.data.ptr, 4)
     words = {np.uint64(old.data.ptr).tobytes(): np.uint64(new.data.ptr).tobytes() for old, new in pairs}
     assert [(kernel, source, grid) for kernel, source, grid, *_ in first] == [line[:3] for line in second if line[0] != "memset"]
     for line, other in zip(first, [line for line in second if line[0] != "memset"], strict=True):
         parts, others = ([each[4][i : i + 8] for i in range(0, len(each[4]), 8)] for each in (line, other))
         if options:
             at = ROWS.pointers.index("amax_out")
-            assert (parts.pop(at), others.pop(at)) == (bytes(8), np.uint64(b.tensor_amax.data.ptr).tobytes())
+            assert (parts.pop(at), others.pop(at)) == tuple(np.uint64(q.tensor_amax.data.ptr).tobytes() for q in (a, b))
         assert [words.get(part, part) for part in parts] == others
     for old, new in pairs:
         assert (old.shape, old.dtype) == (new.shape, new.dtype)
@@ -218,9 +221,9 @@ def test_a_prepared_quantize_allocates_as_the_full_way_does(gpu, monkeypatch, re
 
 def test_an_amax_that_is_that_of_out_is_not_copied(gpu):
     x, out = Array((64, 256), BF16), result("nvfp4-te")
-    for expected in (["quantize_kernel", "copy"], ["quantize_kernel"]):
-        lines, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
-        assert [line[0] for line in lines] == expected and amax_out(lines[0]) in (0, out.tensor_amax.data.ptr)
+    for _ in range(2):
+        (line,), _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
+        assert line[0] == "quantize_kernel" and argument(line, "amax_out") in (0, out.tensor_amax.data.ptr)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te"])
