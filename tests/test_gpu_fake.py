@@ -226,8 +226,10 @@ def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
 @pytest.mark.parametrize("source", ["mxfp4-ocp", "mxfp4-flashinfer"])
 def test_mxfp4_to_nvfp4(source, target) -> None:
     x = ordinary(3, (64, 256))
-    same_requantized(fp4kit.quantize(x, source), target, exact=True)
-    same_requantized(fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=True)
+    exact = target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"  # both decode -0, the code of small negatives, to +0
+    same_requantized(fp4kit.quantize(x, source), target, exact=exact)
+    same_requantized(fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact)
+    same_requantized(fp4kit.quantize(np.maximum(x, 0), source), target, exact=True)
     wide = x * np.exp2(np.arange(64, dtype=np.float32))[:, None]
     same_requantized(fp4kit.quantize(wide, source), target, exact=False)
     same_requantized(fp4kit.quantize(INPUTS["nonfinite"], source), target)
