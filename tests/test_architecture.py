@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from together import together
 
 import fp4kit
 
@@ -90,7 +91,7 @@ def part(module):
     return parts[1] if len(parts) > 1 else parts[0]
 
 
-@pytest.mark.parametrize("module", MODULES)
+@together("module", MODULES)
 def test_imports_point_one_way(module):
     assert part(module) in LAYER, f"{module} has no layer: add it to LAYERS"
     for other in imported_at_once(module):
@@ -125,7 +126,7 @@ def top_level_imports(path):
             yield node.module.split(".")[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_optional_packages_are_imported_when_they_are_needed(path):
     allowed = {"cuda": {"cupy", "cupy_backends"}, "torch": {"torch"}, "jax": {"jax"}}.get(part(module_name(path)), set())
     optional = {"cupy", "cupy_backends", "gguf", "jax", "matplotlib", "mpi4py", "torch", "pytest", "hypothesis"}
@@ -150,14 +151,14 @@ def test_importing_fp4kit_takes_less_than_300_ms():
     assert any(float(run(code)[0]) < 0.3 for _ in range(10))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_no_attribute_is_computed_under_a_lock(path):
     """functools.cached_property has one in Python 3.10 and 3.11, which a forked process inherits; fp4kit.lazy has none."""
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert "cached_property" not in names
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_files_are_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
 
@@ -197,7 +198,7 @@ def undocumented(path):
     return list(public(tree(path).body))
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_public_names_have_docstrings(path):
     assert undocumented(path) == []
     empty = path.name == "__init__.py" and not path.read_text(encoding="utf-8")
@@ -212,7 +213,7 @@ def test_the_public_api():
     assert f'version = "{fp4kit.__version__}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
     """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number of
     threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
@@ -225,7 +226,7 @@ def test_the_compiled_engine_reads_the_number_of_threads_alone():
     assert re.findall(r"(?:environ|getenv).*", text) == ['environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()']
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
+@together("path", FILES, ids=module_name)
 def test_kernels_are_compiled_in_one_place(path):
     """cuda/loader.py compiles, through cuda/nvrtc.py, which is the binding."""
     place = path.relative_to(PACKAGE).as_posix()

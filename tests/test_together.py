@@ -1,0 +1,34 @@
+"""One test of many cases (together.py) makes all of them and names those that fail."""
+
+import pytest
+from together import together
+
+made = []
+
+
+@together("number", range(4), ids=lambda number: f"case {number}")
+def fails_for_odd_numbers(number, fixture):
+    made.append((number, fixture))
+    assert number % 2 == 0, f"{number} is odd"
+
+
+def test_every_case_is_made_and_those_that_fail_are_named():
+    with pytest.raises(pytest.fail.Exception) as failure:
+        fails_for_odd_numbers(fixture="one for all")
+    assert made == [(number, "one for all") for number in range(4)]
+    first, *named = str(failure.value).splitlines()
+    assert first == "2 of 4 cases:"
+    assert [line for line in named if line.startswith("[")] == [
+        "[case 1] AssertionError: 1 is odd",
+        "[case 3] AssertionError: 3 is odd",
+    ]
+
+
+@together("number", (1, 2))
+def test_cases_that_hold_pass(number, tmp_path):
+    assert number and tmp_path.is_dir()
+
+
+def test_no_cases_are_refused():
+    with pytest.raises(AssertionError, match="no cases"):
+        together("number", [])
