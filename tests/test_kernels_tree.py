@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from together import together
 
 from fp4kit.cuda import loader
 from fp4kit.cuda.geometry import THREADS
@@ -13,7 +13,7 @@ README = (loader.SOURCES / "README.md").read_text()
 BELOW = {"entries": {"entries", "ways", "rules"}, "ways": {"ways", "rules"}, "rules": {"rules"}}
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
+@together("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
 def test_headers_are_short(path: Path):
     assert len(path.read_text().splitlines()) <= 200
 
@@ -23,13 +23,13 @@ def test_threads_of_a_block_are_those_that_launchers_count():
     assert re.findall(r"^constexpr int kThreads\b[^;]*", texts, re.MULTILINE) == [f"constexpr int kThreads = {THREADS}"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@together("path", FILES, ids=lambda path: path.name)
 def test_includes_point_down(path: Path):
     names = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
     assert {loader.files(loader.SOURCES)[name].parent.name for name in names} <= BELOW[path.parent.name]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
+@together("path", [path for path in FILES if path.suffix == ".cuh"], ids=lambda path: path.name)
 def test_the_picture_has_every_header(path: Path):
     assert re.search(rf"\b{path.stem}\b", README)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from host.cases_variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
+from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
@@ -46,7 +47,7 @@ KEPT = [of_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_B
 KEPT += [of_elements("mxfp4-ocp", E3M0)]
 
 
-@pytest.mark.parametrize("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)
+@together("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)
 def test_what_kernels_have(r: Recipe):
     assert unsupported(r) is None
 

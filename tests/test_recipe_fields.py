@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from inputs import ORDINARY
+from together import together
 
 import fp4kit
 from fp4kit.cuda import loader
@@ -193,7 +194,7 @@ WRONG = {  # recipe, what is replaced, the error, what it says after "Recipe <id
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG)
+@together("case", WRONG)
 def test_what_is_no_recipe(case):
     name, changes, kind, text = WRONG[case]
     with pytest.raises(kind, match=re.escape(text)) as caught:

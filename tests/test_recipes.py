@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
@@ -20,7 +21,7 @@ from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
 from fp4kit.reference.scaling import TENSOR_RULES
 
-recipes = pytest.mark.parametrize("r", RECIPES.values(), ids=list(RECIPES))
+recipes = together("r", RECIPES.values(), ids=lambda r: r.id)
 FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3 E3M2", "E8M0"), "mxfp8": ("E4M3 E5M2", "E8M0"),
            "fp8": ("E4M3", None), "int8": ("INT8", None), "int4": ("INT4", None)}  # fmt: skip
 

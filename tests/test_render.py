@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.cells import cell_len
+from together import together
 
 from fp4kit.cli import progress, render
 from fp4kit.cli.output import Output
@@ -66,7 +67,7 @@ def drawn_rows(generator: random.Random) -> list[tuple[str, ...]]:
     return [tuple(cell() for _ in range(columns)) for _ in range(generator.randint(1, 6))]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@together("seed", range(300))
 def test_drawn_tables_fit(seed: int) -> None:
     """Whatever the cells, wide characters among them: no line is wider than asked for, none ends in a space, none is empty."""
     generator = random.Random(seed)

@@ -6,8 +6,8 @@ import re
 import threading
 from pathlib import Path
 
-import pytest
 from specified import holds_kernels, specification_everywhere
+from together import together
 
 import fp4kit
 
@@ -17,7 +17,7 @@ TAKES = re.compile(r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b
 OTHERS = {"test_specified"}
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: path.stem)
+@together("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: path.stem)
 def test_files_with_kernels_run_on_the_specification(path):
     takes = TAKES.search(path.read_text(encoding="utf-8")) is not None
     assert not takes or holds_kernels(path.stem) or path.stem in OTHERS, "name it test_gpu_... or test_..._on_host"

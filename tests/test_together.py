@@ -29,6 +29,20 @@ def test_cases_that_hold_pass(number, tmp_path):
     assert number and tmp_path.is_dir()
 
 
+@together("number", range(3))
+def does_not_raise(number):
+    if number == 0:
+        pytest.skip("not here")
+    with pytest.raises(ValueError):
+        int(str(number))
+
+
+def test_an_error_that_does_not_come_and_a_skip_are_failures():
+    with pytest.raises(pytest.fail.Exception) as failure:
+        does_not_raise()
+    assert [line.split("]")[0] for line in str(failure.value).splitlines() if line.startswith("[")] == ["[0", "[1", "[2"]
+
+
 def test_no_cases_are_refused():
     with pytest.raises(AssertionError, match="no cases"):
         together("number", [])

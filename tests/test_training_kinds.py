@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 from amax_inputs import FC1, QKV, experts_of, state_of
+from together import together
 
 import fp4kit
 from fp4kit import layouts
@@ -79,7 +80,7 @@ def folder(tmp_path, monkeypatch):
     STATE.save("a.safetensors", stacked=True)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@together("name", CALLS)
 @pytest.mark.parametrize("wrong", [None, 1.5, [0.5], object(), [object()], [[1]]], ids=lambda wrong: type(wrong).__name__)
 def test_wrong_kinds(name, wrong):
     if wrong is None and name in DEFAULTS:

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from inputs import ORDINARY
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -40,7 +41,7 @@ def test_equal_fields_are_an_equal_format():
 
 
 @copies
-@pytest.mark.parametrize("r", [*RECIPES.values(), VARIANT], ids=lambda r: r.id)
+@together("r", [*RECIPES.values(), VARIANT], ids=lambda r: r.id)
 def test_recipes(r, copied):
     other = copied(r)
     assert other == r and hash(other) == hash(r) and {r: 1}[other] == 1 and repr(other) == repr(r)

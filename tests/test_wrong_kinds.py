@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.cpu import native
@@ -173,7 +174,7 @@ INTS = {  # arguments that are ints: what takes one, its name, and a value that 
 
 
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_, 1.0, np.float32(1), "1", object], ids=repr)
-@pytest.mark.parametrize("name", INTS)
+@together("name", INTS)
 def test_ints_are_no_bools_and_no_floats(name, value):
     """True would be 1, an axis or a seed that nobody meant."""
     call, text, _ = INTS[name]

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)  # a case that skips would hide those after it
+
 
 def together(
     name: str, cases: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorator in place of pytest.mark.parametrize: one test makes every case, then fails if any did and names those.
 
-    A fixture that the test takes is the same for all cases.
+    All cases get the same fixtures; a case may not skip.
     """
     cases = list(cases)
     assert cases, "no cases"
@@ -27,7 +29,7 @@ def together(
             for case in cases:
                 try:
                     body(**fixtures, **{name: case})
-                except Exception as error:
+                except FAILURES as error:
                     failed.append((ids(case), error))
             if failed:
                 told = "\n".join(f"[{case}] {type(error).__name__}: {error}" for case, error in failed)

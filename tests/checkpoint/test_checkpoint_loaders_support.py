@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from together import together
 
 from fp4kit.checkpoint.loaders import containers, engines, runs, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, container
@@ -91,7 +92,7 @@ def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
 
 @pytest.mark.parametrize("used", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", support.FAMILIES)
+@together("family", support.FAMILIES)
 def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: str, family: str) -> None:
     text = support.refusal(used, kind, family)
     target = container(used, kind)
