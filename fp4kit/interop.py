@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fp4kit import dlpack
 
 __all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_array", "making_current"]
 
+T = TypeVar("T")
 _HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
 _DEVICE_NAMES = {
     1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 9: "vpi", 10: "rocm", 11: "cpu",
@@ -51,6 +52,8 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
     if isinstance(x, (np.ndarray, np.generic)):
         check_unmasked(x, name)
         return np.asarray(x)
+    if "torch._dynamo" in sys.modules and is_traced():
+        return untraced(as_array, x, name)
     _require_host(device_name(x, name), name)
     return dlpack.read(_detached(x), name)
 
@@ -122,6 +125,8 @@ def device_name(x: Any, name: str = "x") -> str:
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on several."""
+    if "torch._dynamo" in sys.modules and is_traced():
+        return untraced(_dlpack_device, x, name)
     try:
         kind, index = x.__dlpack_device__()
         return int(kind), int(index)
@@ -183,6 +188,36 @@ def _require_host(device: str, name: str) -> None:
 def _detached(x: Any) -> Any:
     """A tensor of PyTorch without its graph, which does not export otherwise."""
     return x.detach() if getattr(x, "requires_grad", False) else x
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------------
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile traces the caller, or would trace the functions that the caller calls.
+
+    Only to be called if "torch._dynamo" is in sys.modules.
+    """
+    if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
+        return _leave_untraced()
+    tracer = getattr(sys.modules["torch"]._C._dynamo.eval_frame, "get_eval_frame_callback", bool)()
+    return bool(tracer) and _leave_untraced()
+
+
+def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call the function. In traced code this is a graph break, and with fullgraph=True an error, once is_traced was called."""
+    return function(*args, **kwargs)
+
+
+def _leave_untraced() -> bool:
+    """Have torch.compile call `untraced` without tracing it, and return True. The tracer itself runs this function."""
+    if not hasattr(untraced, "_torchdynamo_disable"):
+        why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
+        globals()["untraced"] = sys.modules["torch"]._dynamo.disable(untraced, reason=why)
+    return True
+
+
+_leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch._dynamo.assume_constant_result sets
 
 
 # ---- CuPy -----------------------------------------------------------------------------------------------------------------

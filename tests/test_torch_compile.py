@@ -68,6 +68,47 @@ def assert_equal(found, expected):
     assert_same_bits(to_numpy(found), to_numpy(expected))
 
 
+# ---- fp4kit's functions of arrays, which are not traced ---------------------------------------------------------------------
+
+STORED = fp4kit.quantize(tensor(5, (32, 64)), "nvfp4-te")
+UNTRACED = {
+    "quantize": lambda x: fp4kit.quantize(x * 2, "nvfp4-te").packed + 1,
+    "quantize_both": lambda x: fp4kit.quantize_both(x * 2, "nvfp4-te")[1].packed + 1,
+    "quantize_grouped": lambda x: fp4kit.quantize_grouped([x * 2], "nvfp4-te")[0].packed + 1,
+    "dequantize": lambda x: fp4kit.dequantize(STORED) * x,
+    "both ways": lambda x: fp4kit.dequantize(fp4kit.quantize(x * 2, "nvfp4-te")) * x,
+    "fake_quantize": lambda x: fp4kit.fake_quantize(x * 2, "nvfp4-te") + 1,
+    "fake_quantize_backward": lambda x: fp4kit.fake_quantize_backward(x * 2, x, "nvfp4-te") + 1,
+    "amax": lambda x: fp4kit.amax(x * 2) + 1,
+    "unpack": lambda x: fp4kit.unpack((x * 2).to(torch.uint8)) + 1,
+    "swizzle": lambda x: fp4kit.swizzle((x * 2).to(torch.uint8), "swizzled_128x4") + 1,
+    "requantize": lambda x: fp4kit.dequantize(fp4kit.requantize(STORED, "mxfp4").quantized) * x,
+    "as_array": lambda x: x + len(fp4kit.interop.as_array(x * 2)),
+}
+
+
+@pytest.mark.parametrize("function", UNTRACED.values(), ids=UNTRACED)
+def test_functions_of_arrays_break_the_graph(function):
+    """torch.compile failed with an assertion of its own where it traced how a tensor's memory is read."""
+    x = tensor(2, (32, 64))
+    assert_equal(torch.compile(function, backend="aot_eager")(x), function(x))
+    assert_equal(function(x), function(x))  # not traced again
+
+
+@pytest.mark.parametrize("name", ["quantize", "dequantize", "fake_quantize", "amax", "swizzle"])
+def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call those of fp4kit\.torch, such as"):
+        compiled(UNTRACED[name])(tensor(2, (32, 64)))
+
+
+def test_many_recipes_break_the_same_graph():
+    """After as many graphs as torch.compile keeps for a function it runs the function itself, whose calls are not traced."""
+    function = torch.compile(lambda x, recipe: fp4kit.fake_quantize(x * 2, recipe) + 1, backend="aot_eager")
+    for recipe in fp4kit.recipes()[:12]:
+        x = tensor(2, (16, 256))
+        assert_equal(function(x, recipe), fp4kit.fake_quantize(x * 2, recipe) + 1)
+
+
 # ---- torch.compile --------------------------------------------------------------------------------------------------------
 
 OPTIONS = [

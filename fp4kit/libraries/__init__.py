@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 
+from fp4kit import interop
 from fp4kit.libraries import jax_arrays, torch_arrays
 
 P = ParamSpec("P")
@@ -84,6 +85,8 @@ def comes_home(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" in sys.modules and interop.is_traced():
+            return interop.untraced(call, *args, **kwargs)
         x: Any = args[0] if args else kwargs.get(first)
         if isinstance(x, Iterator):  # looked at twice
             again: Any = call

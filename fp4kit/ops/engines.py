@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from sys import modules
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from fp4kit import interop
 from fp4kit.arithmetic import default_environment, is_ieee
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.repeat import by_specification
@@ -40,6 +42,8 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if "torch._dynamo" in modules and interop.is_traced():
+            return interop.untraced(call, *args, **kwargs)
         count: Any = kwargs.get("threads")
         if count is None:
             return function(*args, **kwargs)
