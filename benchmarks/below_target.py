@@ -61,42 +61,6 @@ REASONS = (
         ),
     ),
     Reason(
-        "quantize_both",
-        ("nvfp4-te-2d", "mxfp8-te"),
-        BF16,
-        "The spread of 21 and 14 us is not the kernel's: in a process of their own, that day, the same kernels had 0.862 and "
-        "0.771. Likely the host was late, as along columns.",
-        (
-            "square blocks, tiles in bands of 1, 4 and 32 instead of 8: 0.753, 0.781 and 0.774, where 8 gave 0.791",
-            "square blocks, stores that stream: 0.747; five thread blocks a multiprocessor: 0.630",
-            "mxfp8-te, persistent thread blocks: 0.498; loads of the next tile ahead: 0.657",
-        ),
-    ),
-    Reason(
-        "quantize, 64 x 4096",
-        ("mxfp4-ocp", "nvfp4-te"),
-        BF16,
-        "Host time, in a process where other libraries had compiled before. By themselves 8.5 and 10.0 us that day; host times "
-        "now come first.",
-        (
-            "every call checked and its launch made anew: 57 to 80 us",
-            "nvfp4-te, tensor_amax copied to out by an operation of its own: 15.1 to 16.5 us",
-        ),
-    ),
-    Reason(
-        "*, 64 x 4096 of *",
-        ("mxfp4-ocp", "nvfp4-te", "nvfp4-te-2d"),
-        BF16,
-        "Host time: a new array takes 2 us of that host, from CuPy or PyTorch, a result four of them and both ways seven; a "
-        "launch takes 5 us by CuPy's call. The spread, up to 24 us, is other work of the host.",
-        (
-            "nvfp4-te, a launch for the amax and one to clear it: 30.5 us from CuPy, 47.6 us from PyTorch, another day's host",
-            "tensors by torch.empty instead of one like them: 3.1 us each instead of 1.6",
-            "streams of CuPy made for each call instead of their pointers, and CuPy's launch instead of the driver's: 24.8 us "
-            "for mxfp4-ocp from PyTorch",
-        ),
-    ),
-    Reason(
         "transpose, swizzled_*",
         ("nvfp4-te-2d",),
         BF16,

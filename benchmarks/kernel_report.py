@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
 
-Prints a table and writes it to benchmarks/results/registers.md. Resident threads are those that fit a multiprocessor of 65,536
-registers and 2,048 threads. The exit status is 1 if a kernel spills registers.
+Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit status is 1 if a
+kernel spills registers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ REPORT = re.compile(
     r"ptxas info\s+: Used (\d+) registers(?:.*?(\d+) bytes smem)?"
 )
 OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt")
-OUTPUT = Path(__file__).parent / "results" / "registers.md"
 
 
 class Kernel(NamedTuple):
@@ -186,11 +185,12 @@ def main() -> int:
     """Print and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default="sm_90", help="architecture, such as sm_100a (default: sm_90)")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="file to write")
+    parser.add_argument("--output", type=Path, help="file to write the table to")
     options = parser.parse_args()
     rows = [(kernel, usage(kernel, options.arch)) for kernel in kernels()]
     text = table(rows, options.arch)
-    options.output.write_text(text)
+    if options.output:
+        options.output.write_text(text)
     print(text, end="")
     return int(any(used.spills for _, used in rows))
 
