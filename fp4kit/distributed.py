@@ -2,8 +2,7 @@
 
     comm = SingleProcess()
     comm = Mpi()                                          # mpiexec -n 4 python train.py; CPU arrays, and CuPy arrays
-    comm = Nccl.from_mpi()                                # a process for each GPU; or
-    comm = Nccl.from_file(path, rank, size)               # without MPI; or Nccl(rank, size, unique_id)
+    comm = Nccl.from_file(path, rank, size)               # a process for each GPU; or Nccl(rank, size, unique_id)
 
 Every process of a group makes the same calls in the same order, as with MPI and NCCL themselves.
 """
@@ -167,8 +166,8 @@ class Nccl:
     """A group of processes with a GPU each, over NCCL: on the current stream, not waiting for it, capturable in a CUDA graph.
 
     rank, size: number of this process, and of all. The device that is current now is this process's; arrays must be there.
-    unique_id: the bytes that Nccl.unique_id() gave one process, the same for all. Nccl.from_mpi and Nccl.from_file hand them
-        around; any other way will do: a socket, a key-value store, the arguments of a spawned process.
+    unique_id: the bytes that Nccl.unique_id() gave one process, the same for all. Nccl.from_file hands them around. So does any
+        other way: a socket, a key-value store, mpi4py's comm.bcast, the arguments of a spawned process.
     NumPy arrays may be sent too, by way of the device, and that waits.
     Raises RuntimeError, saying what to install, without CuPy or NCCL; ValueError for a rank or id that cannot be.
     """
@@ -189,13 +188,6 @@ class Nccl:
     def unique_id() -> bytes:
         """A new group's id: make it in one process and give it to all."""
         return bytes(_import_nccl().get_unique_id())
-
-    @classmethod
-    def from_mpi(cls, comm: Any = None) -> Nccl:
-        """The group of an mpi4py communicator's processes (None: MPI.COMM_WORLD); MPI carries the id alone."""
-        comm = _import_mpi().COMM_WORLD if comm is None else comm
-        rank = comm.Get_rank()
-        return cls(rank, comm.Get_size(), comm.bcast(cls.unique_id() if rank == 0 else None))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:

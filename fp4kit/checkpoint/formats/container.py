@@ -35,7 +35,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
 
 import numpy as np
 
@@ -201,10 +200,6 @@ class Container:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a layer."""
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
-
-    def scale_count(self, rows: int, columns: int) -> int:
-        """Scales of a matrix."""
-        return prod((-(-rows // self.block[0]), -(-columns // self.block[1])))
 
 
 def _modelopt(name: str, kind: str, element: ElementFormat, scale: ElementFormat, size: int, dtypes: _Pair) -> Container:
