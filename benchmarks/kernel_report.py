@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
 
-Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit status is 1 if a
-kernel spills registers.
+Prints a table. Resident threads are those that fit a multiprocessor of 65,536 registers and 2,048 threads. The exit status is 1
+if a kernel spills registers.
 """
 
 from __future__ import annotations

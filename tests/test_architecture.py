@@ -158,11 +158,6 @@ def test_no_attribute_is_computed_under_a_lock(path):
     assert "cached_property" not in names
 
 
-@together("path", FILES, ids=module_name)
-def test_files_are_short(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
-
-
 def arguments(node):
     """How many arguments a function takes, but self."""
     names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
