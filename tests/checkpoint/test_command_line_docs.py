@@ -29,6 +29,7 @@ COMMANDS = {
     "reconcile/1": "reconcile --dry-run q",
     "recipes/1": "recipes",
     "recipes.check/1": "recipes nvfp4 --check",
+    "recipes.live/1": "recipes mxfp4-gguf --live --seconds 0.1",
     "agreement/1": "recipes --agreement",
     "formats/1": "formats",
     "fuzz/1": "fuzz --cases 2 --operations pack --host",
