@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import date
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -37,7 +36,8 @@ from cpu_cases import Case, check, normal
 from cpu_loops import two_passes
 from cpu_rows import SEVEN, WARMED, CpuRow, Watch, alternate, watch
 from cpu_sweep import SHAPES, sweep
-from measure import BF16, F16, F32, output_of
+from measure import BF16, F16, F32
+from records import head
 
 import fp4kit
 
@@ -290,14 +290,13 @@ def processor() -> str:
 
 def describe(bench: Bench) -> dict[str, Any]:
     """Machine, engine, versions, commit, date, and how busy the machine was when the run began."""
-    versions = {"fp4kit": fp4kit.__version__, "python": platform.python_version(), "numpy": np.__version__}
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
     about = {} if bench.peers is None else bench.peers.about
     if bench.args.ggml is not None:
         versions["ggml"] = cpu_ggml.version(bench.args.ggml)
     return {
         "device": "CPU", "processor": processor(), "threads": bench.threads, "engine": fp4kit.engine(),
-        "versions": versions, "versions of peers": about.get("versions", {}), "missing": about.get("missing", {}),
-        "commit": output_of("git", "-C", str(HERE), "rev-parse", "--short=12", "HEAD"), "date": str(date.today()),
+        **head(**versions), "versions of peers": about.get("versions", {}), "missing": about.get("missing", {}),
         "size": bench.args.size, "repeat": bench.args.repeat, "load": [round(load, 2) for load in os.getloadavg()],
     }  # fmt: skip
 

@@ -8,16 +8,15 @@ the second half.
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from collections import defaultdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import minilm
 import numpy as np
 import scale_search_report as report
+from records import head
 
 import fp4kit
 from fp4kit.checkpoint.demo import demo_source
@@ -100,10 +99,8 @@ def measured(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     """Measure, and write record, table and plot."""
-    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=RESULTS).stdout
-    versions = {"fp4kit": fp4kit.__version__, "python": platform.python_version(), "numpy": np.__version__}
-    head = {"commit": commit.strip(), "date": date.today().isoformat(), "versions": versions, "engine": fp4kit.engine()}
-    report.write(head | measured(folder), RESULTS)
+    about = head(python=platform.python_version(), numpy=np.__version__) | {"engine": fp4kit.engine()}
+    report.write(about | measured(folder), RESULTS)
 
 
 if __name__ == "__main__":

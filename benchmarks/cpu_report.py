@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import records
 from cpu_rows import SEVEN, Bar, CpuRow, bars
+from records import Record, head_text
 from report import COLOURS, PEER_COLOURS, SHORT
 
 from fp4kit.cli.tables import markdown as table
 
-Record = Mapping[str, Any]
 LEGEND: Mapping[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1), "ncols": 2, "fontsize": 7}
 COLUMNS = ("operation", "recipe", "from", "{n} threads", "best", "1 thread", "into `out`", "specification", "times", "others")
 GROUPS = {
@@ -44,10 +43,9 @@ def bar_lines(record: Record) -> list[str]:
 
 def heading(record: Record) -> str:
     """Machine, engine, versions, commit, date and load in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     load = f"load {record['load'][0]} when it began, {record['load at the end']} at the end"
     machine = f"{record['processor']}, {record['threads']} threads, {record['engine']}"
-    return f"{machine}, {versions}, commit {record['commit']}, {record['date']}; {load}"
+    return f"{machine}, {head_text(record)}; {load}"
 
 
 def markdown(record: Record) -> str:
@@ -197,12 +195,7 @@ def _summary_cells(row: CpuRow) -> tuple[str, ...]:
 
 def plot(record: Record, path: Path) -> None:
     """Rates of every recipe, and the seven beside other libraries."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
-    import matplotlib.pyplot as plt
-
+    plt = records.pyplot(path)
     rows = [row for row in rows_of(record) if row.group == "recipes"]
     seven = [row for row in rows if row.recipe in SEVEN]
     names = list(dict.fromkeys(row.recipe for row in rows))
@@ -212,8 +205,7 @@ def plot(record: Record, path: Path) -> None:
     _plot_rates(left, rows, names, record["threads"])
     _plot_others(right, seven)
     figure.suptitle(f"{record['processor']}, {record['threads']} threads, {record['date']}, commit {record['commit']}")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    records.save(figure, path)
 
 
 def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
@@ -258,20 +250,9 @@ def _scale(axes: Any, lines: list[str], label: str) -> None:
 
 def write(record: Record, folder: Path) -> list[Path]:
     """Write JSON, table and, with matplotlib, the plot of a run into a folder; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"cpu{suffix}" for suffix in (".json", ".md", ".svg")]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    paths[1].write_text(markdown(record))
-    if not any(row.group == "recipes" for row in rows_of(record)):
-        return paths[:2]
-    try:
-        plot(record, paths[2])
-    except ImportError:
-        print("cpu_report: no plot, matplotlib is missing")
-        return paths[:2]
-    return paths
+    plotted = any(row.group == "recipes" for row in rows_of(record))
+    return records.write(record, folder, "cpu", markdown(record), plot if plotted else None)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(*write(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")
+    records.rewrite(write)

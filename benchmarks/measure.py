@@ -25,18 +25,16 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
 from functools import cached_property
 from importlib import metadata
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import head, output_of
 from rows import Row, Time, Traffic, formula, traffic_bytes
 
 import fp4kit
@@ -254,18 +252,7 @@ def describe() -> dict[str, Any]:
         "L2": properties["l2CacheSize"],
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "cuda": cupy.cuda.runtime.runtimeGetVersion(),
-        "versions": versions | {"fp4kit": fp4kit.__version__},
-        "commit": output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD"),
-        "date": str(date.today()),
-    }
-
-
-def output_of(*command: str) -> str:
-    """First line that a command prints; "unknown" if it fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
+    } | head(**versions)
 
 
 def main(run: Callable[[Bench], None]) -> None:

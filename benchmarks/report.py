@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import records
 from below_target import REASONS, Reason, reason_of
+from records import Record, head_text
 from rows import Row
 
 from fp4kit.cli.tables import markdown as table
@@ -18,8 +18,6 @@ SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 COLOURS = {"bfloat16": "#1b6ca8", "float16": "#e08e0b", "float32": "#5a9e4b", "uint8": "#777777"}
 PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8", "#4a7a1f")
 
-Record = Mapping[str, Any]
-
 
 def rows_of(record: Record) -> list[Row]:
     """The rows of a run."""
@@ -28,9 +26,8 @@ def rows_of(record: Record) -> list[Row]:
 
 def heading(record: Record) -> str:
     """One line: device, driver, versions, commit, date, and the copy that is the ceiling."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return (
-        f"{record['device']}, driver {record['driver']}, {versions}, commit {record['commit']}, {record['date']}; "
+        f"{record['device']}, driver {record['driver']}, {head_text(record)}; "
         f"a copy of {record['size']} x {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
     )
 
@@ -108,12 +105,7 @@ def slug(record: Record) -> str:
 
 def plot(record: Record, path: Path) -> None:
     """Efficiencies with their targets, and how many times faster than each peer, one line per operation and recipe."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
-    import matplotlib.pyplot as plt
-
+    plt = records.pyplot(path)
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows_of(record):
         if row.efficiency is not None:
@@ -126,8 +118,7 @@ def plot(record: Record, path: Path) -> None:
     left.set_yticks(range(len(lines)), [f"{operation}   {recipe}" for operation, recipe in lines])
     left.set_ylim(len(lines) - 0.4, -0.6)
     figure.suptitle(f"{record['device']}, {record['date']}, commit {record['commit']}")
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    records.save(figure, path)
 
 
 def _plot_efficiencies(axes: Any, lines: list[list[Row]]) -> None:
@@ -186,20 +177,8 @@ def _summary_cells(row: Row) -> tuple[str, ...]:
 
 def write(record: Record, folder: Path, plotted: bool = True) -> list[Path]:
     """Write JSON, table and, if plotted, the plot of a run into a folder; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{slug(record)}{suffix}" for suffix in (".json", ".md", ".svg")]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    paths[1].write_text(markdown(record))
-    if not plotted:
-        return paths[:2]
-    try:
-        plot(record, paths[2])
-    except ImportError:
-        print("report: no plot, matplotlib is missing")
-        return paths[:2]
-    return paths
+    return records.write(record, folder, slug(record), markdown(record), plot if plotted else None)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(*write(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")
+    records.rewrite(write)

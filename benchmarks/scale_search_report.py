@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import records
+from records import Record, head_text
 
 from fp4kit.checkpoint.statistics import sqnr_db
 from fp4kit.cli.tables import markdown as table
@@ -17,7 +17,6 @@ from fp4kit.formats import E2M1, E4M3
 WAYS = ("amax", "4over6", "mse", "weighted mse")
 COLOURS = {"amax": "#D55E00", "4over6": "#009E73", "mse": "#0072B2", "weighted mse": "#CC79A7"}  # as in the notebooks
 MARKS = {"amax": "o", "4over6": "s", "mse": "D", "weighted mse": "^"}
-Record = Mapping[str, Any]
 
 
 def decibels(sums: Mapping[str, float], way: str) -> float:
@@ -37,10 +36,9 @@ def mean(record: Record, of: str, way: str) -> float:
 
 def heading(record: Record) -> str:
     """What was measured, where and when."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     values = sum(layer["shape"][0] * layer["shape"][1] for layer in record["layers"])
     model = f"{record['model']}, {len(record['layers'])} layers, {values:,} weights"
-    return f"{model}, {versions}, commit {record['commit']}, {record['date']}"
+    return f"{model}, {head_text(record)}"
 
 
 def summary(record: Record) -> str:
@@ -78,17 +76,11 @@ def losses(values: Any, scales: Any) -> np.ndarray:
 
 def plot(record: Record, path: Path) -> None:
     """Error of one block over its scale; SQNR of the weights of every layer, and of what they make of text."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
-    from matplotlib import pyplot as plt
-
+    plt = records.pyplot(path)
     figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 5.6), width_ratios=(5, 3, 3), layout="constrained")
     plot_block(left, record["block"])
     plot_layers(others, record)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    plt.close(figure)
+    records.save(figure, path)
 
 
 def plot_block(axes: Any, block: Record) -> None:
@@ -105,9 +97,7 @@ def plot_block(axes: Any, block: Record) -> None:
     )
     for way, scale in block["scales"].items():
         error = 100 * np.sqrt(losses(block["values"], scale) / energy)
-        axes.plot(
-            scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error:.1f} %"
-        )
+        axes.plot(scale / usual, error, MARKS[way], color=COLOURS[way], ms=9, mfc="none", mew=1.8, label=f"{way}: {error:.1f} %")
     axes.set(xlabel="scale of the block / (amax / 6)", ylabel="RMS error of the block, %", xlim=ends)
     axes.set_title(f"One block of {block['name'].removesuffix('.weight')}", loc="left")
     axes.legend(frameon=False)
@@ -134,13 +124,8 @@ def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
 
 def write(record: Record, folder: Path) -> list[Path]:
     """Record, table and plot."""
-    paths = [folder / f"scale-search{suffix}" for suffix in (".json", ".md", ".svg")]
-    paths[0].write_text(json.dumps(record, indent=1) + "\n")
-    paths[1].write_text(markdown(record))
-    plot(record, paths[2])
-    return paths
+    return records.write(record, folder, "scale-search", markdown(record), plot)
 
 
 if __name__ == "__main__":
-    source = Path(sys.argv[1])
-    write(json.loads(source.read_text()), source.parent)
+    records.rewrite(write)

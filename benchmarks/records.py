@@ -1,0 +1,74 @@
+"""What the benchmarks share, on GPUs and CPUs: the head of a record, the files that are written from it, how plots are drawn."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import fp4kit
+
+Record = Mapping[str, Any]
+
+
+def output_of(*command: str) -> str:
+    """Return the first line that a command prints; "unknown" if the command fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def head(**versions: str) -> dict[str, Any]:
+    """Return versions (fp4kit's included), commit and date, as a record has them."""
+    commit = output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
+    return {"versions": {"fp4kit": fp4kit.__version__} | versions, "commit": commit, "date": str(date.today())}
+
+
+def head_text(record: Record) -> str:
+    """Return versions, commit and date as one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{versions}, commit {record['commit']}, {record['date']}"
+
+
+def pyplot(path: Path) -> Any:
+    """Return matplotlib's pyplot, set so that a plot drawn twice has the same bytes. Raises ImportError without matplotlib."""
+    import matplotlib
+
+    matplotlib.use("svg" if path.suffix == ".svg" else "agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fp4kit", "font.size": 8})
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure without its date, and close it."""
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot(path).close(figure)
+
+
+def write(record: Record, folder: Path, name: str, page: str, plot: Callable[[Record, Path], None] | None = None) -> list[Path]:
+    """Write NAME.json, the page NAME.md and, with a function that plots and matplotlib, NAME.svg. Return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".svg")]
+    paths[0].write_text(json.dumps(record, indent=1) + "\n")
+    paths[1].write_text(page)
+    if plot is None:
+        return paths[:2]
+    try:
+        plot(record, paths[2])
+    except ImportError:
+        print("no plot: matplotlib is missing")
+        return paths[:2]
+    return paths
+
+
+def rewrite(write_all: Callable[[Record, Path], list[Path]]) -> None:
+    """Write page and plot again for every record that the command line names."""
+    for name in sys.argv[1:]:
+        print(*write_all(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")
