@@ -108,6 +108,8 @@ def device_name(x: Any, name: str = "x") -> str:
     """
     if isinstance(x, (np.ndarray, np.generic)):
         return "cpu"
+    if "torch._dynamo" in sys.modules and is_traced():
+        return untraced(device_name, x, name)
     if hasattr(x, "data_ptr"):
         check_tensor(x, name)
     if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
@@ -125,8 +127,6 @@ def device_name(x: Any, name: str = "x") -> str:
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on several."""
-    if "torch._dynamo" in sys.modules and is_traced():
-        return untraced(_dlpack_device, x, name)
     try:
         kind, index = x.__dlpack_device__()
         return int(kind), int(index)

@@ -15,6 +15,7 @@ from tensors import since_2_13, to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.interop import as_array, device_name
 from fp4kit.pieces import FACTS
 from fp4kit.quantized import PARTS
 from fp4kit.training.settings import FakeQuantSettings
@@ -83,16 +84,19 @@ UNTRACED = {
     "unpack": lambda x: fp4kit.unpack((x * 2).to(torch.uint8)) + 1,
     "swizzle": lambda x: fp4kit.swizzle((x * 2).to(torch.uint8), "swizzled_128x4") + 1,
     "requantize": lambda x: fp4kit.dequantize(fp4kit.requantize(STORED, "mxfp4").quantized) * x,
-    "as_array": lambda x: x + len(fp4kit.interop.as_array(x * 2)),
+    "as_array": lambda x: x + len(as_array(x * 2)),
+    "device_name": lambda x: x + len(device_name(x * 2)),
 }
 
 
 @pytest.mark.parametrize("function", UNTRACED.values(), ids=UNTRACED)
 def test_functions_of_arrays_break_the_graph(function):
     """torch.compile failed with an assertion of its own where it traced how a tensor's memory is read."""
+    torch._dynamo.utils.counters.clear()
     x = tensor(2, (32, 64))
     assert_equal(torch.compile(function, backend="aot_eager")(x), function(x))
-    assert_equal(function(x), function(x))  # not traced again
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    assert breaks and all("fp4kit.torch" in why for why in breaks)  # nothing that they call was traced
 
 
 @pytest.mark.parametrize("name", ["quantize", "dequantize", "fake_quantize", "amax", "swizzle"])
@@ -101,12 +105,14 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
         compiled(UNTRACED[name])(tensor(2, (32, 64)))
 
 
-def test_many_recipes_break_the_same_graph():
-    """After as many graphs as torch.compile keeps for a function it runs the function itself, whose calls are not traced."""
-    function = torch.compile(lambda x, recipe: fp4kit.fake_quantize(x * 2, recipe) + 1, backend="aot_eager")
-    for recipe in fp4kit.recipes()[:12]:
-        x = tensor(2, (16, 256))
-        assert_equal(function(x, recipe), fp4kit.fake_quantize(x * 2, recipe) + 1)
+def test_what_they_call_is_not_traced_either():
+    """Once torch.compile leaves a function alone, because there is nothing in it to compile, it traces what that calls."""
+    function = torch.compile(lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager")
+    torch._dynamo.utils.counters.clear()
+    x = tensor(2, (16, 256))
+    for recipe in fp4kit.recipes()[:3]:
+        assert_equal(function(x, recipe), fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x)
+    assert all("fp4kit.torch" in why for why in torch._dynamo.utils.counters["graph_break"])
 
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------------
