@@ -40,7 +40,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Files that take longest, longest first, so that workers which take a file at a time (--dist loadfile) end together.
-LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_kernels_compile", "test_train_example")
+LONG = ("test_sanitized_on_host", "test_kernels_on_host", "test_notebooks", "test_gpu_search", "test_gpu_variants")
+LONG += ("test_kernels_compile", "test_gpu_fake", "test_gpu_calls", "test_fuzz_on_host", "test_train_example")
 LONG += ("test_partial_on_host", "test_fake_on_host", "test_quantize_patch_on_host", "test_wrappers", "test_mpi", "test_readme")
 
 

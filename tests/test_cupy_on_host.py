@@ -9,9 +9,10 @@ import pytest
 from host import cupy_on_host as cupy
 from host.device_memory import PAGE, UNIT, UNWRITTEN, check_around_all
 from inputs import BF16, ordinary
+from test_host import SUM
 
 import fp4kit
-from fp4kit.cuda import geometry, launch, pack_codes
+from fp4kit.cuda import geometry, launch, loader, pack_codes
 from fp4kit.cuda.memory import FLOAT32, UINT8, New, memory_of
 from fp4kit.cuda.ways import Work, way_of
 from fp4kit.evidence.testing import assert_same_bits
@@ -109,6 +110,35 @@ def test_what_is_written_behind_an_array_is_seen():
         pack_codes._run("pack_codes_kernel", codes, packed, 32)
     del packed
     check_around_all()
+
+
+FAULTS = {  # of test_host.py's kernel, what stands for BARRIER and PLACE: what is said
+    ("", 0): "depends on the grid or on the order of threads",
+    ("if (threadIdx.x < 128) __syncthreads()", 0): "waits at a barrier that not every thread reaches",
+    ("__syncthreads(); sum <<= blockDim.x", 0): "undefined behaviour",
+    ("__syncthreads()", UNIT // 4): "is outside of every array",
+}
+
+
+def launch_sum(barrier: str, place: int) -> int:
+    y = cupy.zeros(1, np.uint32)
+    source = SUM.replace("BARRIER", barrier).replace("PLACE", str(place))
+    loader.function(source, "sum_kernel", 0)((1,), (256,), (np.array([(y.data.ptr,)], [("y", "u8")]),))
+    return int(y[0])
+
+
+@pytest.mark.parametrize(("fault", "seen"), FAULTS.items(), ids=FAULTS.values())
+def test_faults_of_a_kernel_are_seen(monkeypatch, fault, seen):
+    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)  # the sum depends on the number of blocks
+    with pytest.raises(AssertionError, match=seen):
+        launch_sum(*fault)
+
+
+def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkeypatch):
+    with pytest.raises(AssertionError, match="depends on the grid"):
+        launch_sum("__syncthreads()", 0)
+    monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
+    assert launch_sum("__syncthreads() ", 0) == sum(range(256))
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ from inputs import BF16
 from fp4kit.formats import INT4
 from fp4kit.recipes import RECIPES
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 DTYPES = (BF16, F32, F16)
 WITH_RULE = [r for r in RECIPES.values() if r.fake_rule]
 FAKE = [Fake(r, dtype, misaligned=dtype == BF16) for r in WITH_RULE for dtype in DTYPES]

@@ -14,6 +14,8 @@ from fp4kit.cuda import grouped
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 
 def quantize(id: str, *args: object, times: int = 1, **options: object) -> GroupedQuantize:
     return GroupedQuantize(Quantize(RECIPES[id], *args, **options), times)

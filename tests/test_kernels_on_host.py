@@ -17,6 +17,8 @@ from inputs import BF16
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
 THIRDS = [WITH_CODES[i::3] for i in range(3)]
 

@@ -11,6 +11,8 @@ from host.cases_layouts import Pack, Swizzle, Transpose
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 FP4, FP8 = RECIPES["nvfp4-te-2d"], RECIPES["mxfp8-te-2d"]
 TRANSPOSE = [Transpose(r, layout) for r in (FP4, FP8) for layout in SCALE_LAYOUTS]
 TRANSPOSE += [Transpose(FP4, misalignment=1), Transpose(FP8, "swizzled_128x4", misalignment=4)]

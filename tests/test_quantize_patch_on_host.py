@@ -13,6 +13,8 @@ from fp4kit.cuda.ways import patches as is_patched
 from fp4kit.formats import E1M2, E3M0
 from fp4kit.recipes import RECIPES
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 SUPPORTED = [r for r in RECIPES.values() if not r.fake_only and is_patched(r)]
 
 

@@ -16,6 +16,8 @@ from inputs import BF16, NAMES
 
 from fp4kit.recipes import RECIPES, Recipe
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 
 def variant(id: str, **fields: object) -> Recipe:
     return replace(RECIPES[id], id=f"{id}-variant", **fields)

@@ -10,6 +10,8 @@ from inputs import BF16
 
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 USUAL = [Search(F32, kind) for kind in ("near", "weights", "square hessian", "powers", "p2.4")]
 ANY_GRID = [kind for kind in KINDS if kind != "hessian"]  # its grid is no other: test_gpu_search.py
 GROUPED = [GroupedSearch(F32), GroupedSearch(BF16, 11), GroupedSearch(F16, mask=TE_SIGN_MASK)]

@@ -26,6 +26,8 @@ from inputs import BF16
 from fp4kit.formats import E1M2, E3M0
 from fp4kit.recipes import RECIPES
 
+pytestmark = pytest.mark.exhaustive  # a usual run launches these kernels in test_gpu*.py: host/README.md
+
 FLASHINFER, PRECISE = square("nvfp4-flashinfer"), square("nvfp4-flashinfer-precise")
 ZEROS = [ZeroBlocks(FLASHINFER, BF16), ZeroBlocks(FLASHINFER, BF16, rounding="seed"), ZeroBlocks(FLASHINFER, F32, hadamard=True)]
 ZEROS += [

@@ -55,11 +55,15 @@ class Memory:
             assert (rest == UNWRITTEN).all(), f"a kernel wrote {where} of an array"
 
 
+def live_memory() -> list[Memory]:
+    """All that is allocated."""
+    with _lock:
+        return list(Memory.live)
+
+
 def check_around_all() -> None:
     """Memory.check_around of all that lives."""
-    with _lock:
-        live = list(Memory.live)
-    for memory in live:
+    for memory in live_memory():
         memory.check_around()
 
 

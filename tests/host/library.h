@@ -1,6 +1,7 @@
 // A test program as a shared library: it launches kernels in the process that loaded it, on that process's memory. See README.md.
 //
-// An access outside of mapped memory, and one that is not aligned (which a GPU refuses), end the launch with a message.
+// An access outside of mapped memory, one that is not aligned (which a GPU refuses), and what the undefined-behaviour sanitizer
+// traps at end the launch with a message.
 #pragma once
 
 #include <csetjmp>
@@ -16,7 +17,8 @@ inline char host_message[256];
 }
 
 inline void host_signalled(int signal, siginfo_t* info, void*) {
-  if (signal == SIGILL) host_fail("misaligned address");  // the trap of -fsanitize=alignment
+  if (signal == SIGALRM) host_fail("runs for more than a minute");
+  if (signal == SIGILL) host_fail("misaligned address, or undefined behaviour");  // a trap of -fsanitize=undefined
   char text[128];
   std::snprintf(text, sizeof text, "address %p is outside of every array (signal %d)", info->si_addr, signal);
   host_fail(text);
@@ -24,8 +26,8 @@ inline void host_signalled(int signal, siginfo_t* info, void*) {
 
 // Catches what a kernel does wrong while it lives; on a stack of its own, since those of fibers are small.
 struct HostSignals {
-  static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
-  struct sigaction before[4];
+  static constexpr int kNumbers[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGALRM};
+  struct sigaction before[5];
   stack_t stack_before;
   HostSignals() {
     static char memory[1 << 16];
@@ -36,10 +38,12 @@ struct HostSignals {
     struct sigaction action{};
     action.sa_sigaction = host_signalled;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &action, &before[i]);
+    for (int i = 0; i < 5; ++i) sigaction(kNumbers[i], &action, &before[i]);
+    alarm(60);  // seconds; launches take milliseconds
   }
   ~HostSignals() {
-    for (int i = 0; i < 4; ++i) sigaction(kNumbers[i], &before[i], nullptr);
+    alarm(0);
+    for (int i = 0; i < 5; ++i) sigaction(kNumbers[i], &before[i], nullptr);
     sigaltstack(&stack_before, nullptr);
   }
 };
@@ -54,13 +58,13 @@ inline void host_reset() {
 
 // Launches a kernel; null, or why it was stopped.
 extern "C" __attribute__((used, visibility("default"))) const char* host_launch_here(
-    unsigned kernel, const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads) {
+    unsigned kernel, const unsigned char* arguments, size_t bytes, unsigned grid, unsigned threads, bool descending) {
   HostSignals signals;
   if (sigsetjmp(host_escape, 1)) {
     host_reset();
     return host_message;
   }
-  host_library[kernel](arguments, bytes, grid, threads, false);
+  host_library[kernel](arguments, bytes, grid, threads, descending);
   return nullptr;
 }
 
