@@ -73,7 +73,7 @@ def all_is_equal() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
-@pytest.mark.parametrize("name", by_default(("te", "without blocks", "shapes"), POOLS))
+@pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
 def test_drawn_calls(name, cases):
     """Nothing differs, nothing is refused on one side, and no input is written to; warnings are failures, too."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():

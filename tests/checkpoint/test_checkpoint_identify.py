@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import synthetic
-from exhaustive import by_default
+from exhaustive import by_default, exhaustive
 
 import fp4kit
 from fp4kit.checkpoint import convert
@@ -258,7 +258,7 @@ def test_layers_are_taken_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", *exhaustive(["mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
     """As they are, or replaced, infinities by the amax of the group: gate has the larger one, its partner the infinity."""
     tensors = {f"a.mlp.{part}_proj.weight": synthetic.random(part, (64, 128)) for part in ("gate", "up", "down")}
