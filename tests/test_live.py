@@ -231,6 +231,10 @@ def test_recipes_run_for_the_versions_that_they_are_stated_for():
     for first, last, runs in (("", "", 1), ("1.0", "", 1), ("99.0", "", 0), ("", "0.9", 0), ("2.0.0", "99", 1)):
         result = found(Call(live_fault.sound, first=first, last=last), seconds=0.01)
         assert len(result.recipes) == runs and ("mxfp4-ocp" in result.left_out) == (not runs), (first, last)
+    for beside, runs in (({"numpy": ("2", "")}, 1), ({"pytest": ("", "1.0")}, 0), ({"pytest": ("99", "")}, 0)):
+        adapter = live_fault.adapter(Call(live_fault.sound, beside=beside), beside=("pytest",))
+        result = run.run(adapter, fp4kit.recipes(), 0.01, 0)
+        assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), beside
     assert run._between("0.31.2", "0.32.4.dev1+cpu", "") and not run._between("", "0.19.0", "0.18.99")
 
 

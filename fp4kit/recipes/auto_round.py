@@ -18,7 +18,8 @@ PACKED = (
 )
 PACKED8 = (
     ": values that overflow the dtype have the largest code, as have all under a scale that is 0 in float16 (those of 0 / 0 are "
-    "FF, as on x86); the sign of an element that is NaN is undefined there"
+    "FF, as on x86); the sign of an element that is NaN is undefined there; with torch from 2.13 on (before, elements that "
+    "overflow are NaN)"
 )
 
 

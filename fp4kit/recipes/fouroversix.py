@@ -14,7 +14,7 @@ _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 _BEYOND = (
     "not from 127 scales on (only a tensor_amax that is too small makes them), "
-    "where a code spills into that of its neighbour"
+    "where a code spills into that of its neighbour; with torch from 2.13 on (before, scales that overflow are NaN)"
 )
 
 

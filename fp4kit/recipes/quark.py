@@ -14,17 +14,19 @@ _LEAST = (
     "a scale of 2^-127 is stored as 2^-126, blocks with inf hold no value of theirs; its values, of which float16 loses "
     "those under scales from 2^16 on and below 2^-24; those of its fake quantizer, which loses none"
 )
+_TORCH = "with torch from 2.13 on (before, scales that overflow are NaN)"
 
 
 def recipes() -> Iterator[Recipe]:
     """In the order of the table."""
     nvfp4 = of_format(
         NVFP4, "nvfp4-quark", tensor_rule="quark", block_rule="quark", apply="divide", sign="unsigned_zero", amax_nan="propagate",
-        source="AMD Quark 0.13, scheme nvfp4", exact="its packed tensors, of the model flow",
+        source="AMD Quark 0.13, scheme nvfp4", exact=f"its packed tensors, of the model flow; {_TORCH}",
     )  # fmt: skip
     yield nvfp4
     yield replace(
-        nvfp4, id="nvfp4-quark-file2file", block_rule="quark_file", exact="its packed tensors, of the file-to-file flow",
+        nvfp4, id="nvfp4-quark-file2file", block_rule="quark_file",
+        exact=f"its packed tensors, of the file-to-file flow; {_TORCH}",
     )  # fmt: skip
     even = _mx(MXFP4, "mxfp4-quark-even")
     yield even

@@ -10,7 +10,10 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.1.8", "0.1.8")
 _COMMON = "XLA on a CPU multiplies by rounded reciprocals where qwix divides; a scale below 2^-63 (2^-7 for float16) is 1"
-_MX = f"its codes: logarithms in the dtype of the elements; {_COMMON}"
+_MX = (
+    "its codes with jax 0.10, which rounds logarithms to the dtype of the elements (0.11 does not round those of bfloat16); "
+    f"{_COMMON}"
+)
 
 
 def recipes() -> Iterator[Recipe]:

@@ -15,6 +15,7 @@ from fp4kit.evidence.live.exceptions import Exempt
 
 Parts = Mapping[str, np.ndarray]  # a producer's arrays by the names of compare.PARTS
 DTYPES = ("float32", "float16", "bfloat16")
+SATURATING_CASTS = {"torch": ("2.13", "")}  # before it, what overflows in a cast to E4M3 becomes NaN
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Call:
     dtypes: those of x that the producer takes. columns: what the length of x's rows must be a multiple of.
     exempt: named exceptions, which excuse differences and are counted.
     first, last: the range of the producer's versions for which the recipe is stated; "" has no end.
+    beside: the same of other distributions, {name: (first, last)}: the torch whose casts, or the jax whose logarithm it has.
     decode: from a Quantized to the values, in its dtype, that the producer decodes from its codes and scales; or None. It is
         given codes and scales that no quantizer makes, such as NaN scales. decodes: the dtypes that it takes.
     """
@@ -36,6 +38,7 @@ class Call:
     exempt: tuple[Exempt, ...] = ()
     first: str = ""
     last: str = ""
+    beside: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     decode: Callable[[Any], np.ndarray] | None = None
     decodes: tuple[str, ...] = DTYPES
 

@@ -147,12 +147,16 @@ def _chosen(adapter: Adapter, ids: tuple[str, ...], result: Result) -> Iterator[
     for id, call in adapter.calls.items():
         if id not in ids:
             continue
-        if _between(call.first, result.version, call.last):
+        ranges = {adapter.name: (call.first, call.last), **call.beside}
+        installed = {**result.versions, adapter.name: result.version}
+        outside = next((name for name, range in ranges.items() if not _between(range[0], installed[name], range[1])), None)
+        if outside is None:
             result.recipes[id] = Tally()
             yield id, call
         else:
-            stated = " ".join([f"from {call.first}"] * bool(call.first) + [f"up to {call.last}"] * bool(call.last))
-            result.left_out[id] = f"is stated for {adapter.name} {stated}; {result.version} is installed"
+            first, last = ranges[outside]
+            stated = " ".join([f"from {first}"] * bool(first) + [f"up to {last}"] * bool(last))
+            result.left_out[id] = f"is stated for {outside} {stated}; {installed[outside]} is installed"
 
 
 def _between(first: str, version: str, last: str) -> bool:

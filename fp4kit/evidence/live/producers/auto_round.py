@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
@@ -68,7 +69,7 @@ ADAPTER = Adapter(
         "mxfp4-auto-round-opt": _mx_call("quant_mx_opt_rtn", 4),
         "mxfp4-auto-round-rceil": _mx_call("quant_mx_rceil", 4),
         "mxfp4-auto-round-rceil-v2": _mx_call("quant_mx_rceil_v2", 4),
-        "mxfp8-auto-round": _mx_call("quant_mx", 8),
-        "mxfp8-auto-round-rceil": _mx_call("quant_mx_rceil", 8),
+        "mxfp8-auto-round": replace(_mx_call("quant_mx", 8), beside=SATURATING_CASTS),
+        "mxfp8-auto-round-rceil": replace(_mx_call("quant_mx_rceil", 8), beside=SATURATING_CASTS),
     },
 )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.live.adapter import Adapter, Call, Parts
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Call, Parts
 from fp4kit.evidence.live.arrays import to_numpy, to_torch
 from fp4kit.evidence.live.exceptions import QUARK_INFINITE, QUARK_LEAST_SCALE
 
@@ -89,8 +89,8 @@ ADAPTER = Adapter(
     beside=("torch",),
     prepare=_prepare,
     calls={
-        "nvfp4-quark": Call(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,)),
-        "nvfp4-quark-file2file": Call(partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,)),
+        "nvfp4-quark": Call(partial(_nvfp4, realigned=True), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
+        "nvfp4-quark-file2file": Call(partial(_nvfp4, realigned=False), exempt=(QUARK_INFINITE,), beside=SATURATING_CASTS),
         "mxfp4-quark-even": _mx_call("FP4"),
         "mxfp4-quark-floor": _mx_call("FP4", "floor"),
         "mxfp4-quark-ceil": _mx_call("FP4", "ceil"),

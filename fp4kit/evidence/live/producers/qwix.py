@@ -43,10 +43,13 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
     return {"codes": codes, "block_scale": exponent_field(scale).astype(np.uint8), "fake": values}  # 255: inf and NaN
 
 
+_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later ones do not round the steps of log2 to bfloat16
+
 ADAPTER = Adapter(
     name="qwix",
     module="qwix",
     beside=("jax", "jaxlib"),
     prepare=_prepare,
-    calls={f"{kind}-qwix": Call(partial(_quantize, kind=kind)) for kind in ("nvfp4", "mxfp4", "mxfp8")},
+    calls={"nvfp4-qwix": Call(partial(_quantize, kind="nvfp4"))}
+    | {f"{kind}-qwix": Call(partial(_quantize, kind=kind), beside=_ROUNDED_LOG) for kind in ("mxfp4", "mxfp8")},
 )
