@@ -174,11 +174,18 @@ def host(request, tmp_path_factory):
         yield host
 
 
-@pytest.fixture(scope="module")
-def played_gpu(request, tmp_path_factory, golden):
-    """The host plays the GPU for the tests of a module (on_gpu.py); what they launch is compiled in a rehearsal."""
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    """Kernels that the host launches where it plays the GPU: what one module compiled, the next ones launch too."""
     folder = tmp_path_factory.mktemp("libraries")
     libraries = Libraries(folder, require_compiler(folder))
+    yield libraries
+    libraries.close()
+
+
+@pytest.fixture(scope="module")
+def played_gpu(request, libraries, golden):
+    """The host plays the GPU for the tests of a module (on_gpu.py); what they launch is compiled in a rehearsal."""
     with libraries.playing() as cupy:
         with compiled_here():
             libraries.rehearse(rehearsals(request, {"golden": golden}))

@@ -140,4 +140,7 @@ class Libraries:
         with cupy_on_host.installed(), launching_on(self.function, cupy_on_host):
             yield cupy_on_host
         repeat._CALLS.clear()
+
+    def close(self) -> None:
+        """Compile nothing any more."""
         self._pool.shutdown(cancel_futures=True)
