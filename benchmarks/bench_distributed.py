@@ -142,7 +142,7 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
     import cupy.cuda.nccl
     from measure import describe
 
-    from fp4kit.distributed import Nccl
+    from fp4kit.training.communicators import Nccl
 
     cupy.cuda.Device(rank).use()
     comm = Nccl.from_file(path, rank, processes)

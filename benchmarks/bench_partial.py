@@ -16,8 +16,8 @@ from rows import element_bytes, quantized_bytes
 
 import fp4kit
 from fp4kit import Shard
-from fp4kit.distributed import SingleProcess
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 TARGET = 0.90

@@ -19,7 +19,7 @@ import scale_search_report as report
 from records import head
 
 import fp4kit
-from fp4kit.checkpoint.demo import demo_source
+from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.formats import E4M3
 
 STATIC, WIDE = "nvfp4-modelopt-static", "nvfp4-te-4over6-mse-256"

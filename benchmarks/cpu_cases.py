@@ -12,7 +12,7 @@ from measure import BF16, POISON
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
 
 
 class Case(NamedTuple):

@@ -12,7 +12,7 @@ from cpu_rows import alternate, watch
 from measure import BF16, F16, F32
 
 import fp4kit
-from fp4kit.cpu.keys import not_faked
+from fp4kit.cpu.coverage import not_faked
 
 # From 1 KB of bfloat16 upward; some short of a vector, a row, a block of rows, and some of three dimensions.
 SHAPES = (

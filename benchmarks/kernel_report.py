@@ -19,11 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit.call.parse import TE_SIGN_MASK
-from fp4kit.cuda import loader, nvrtc, pack_codes, swizzle, transpose
-from fp4kit.cuda.geometry import THREADS
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
-from fp4kit.cuda.ways import Work, way_of
+from fp4kit.cuda.compile import loader, nvrtc
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
+from fp4kit.cuda.launch import pack_codes, swizzle, transpose
+from fp4kit.cuda.launch.dispatch import Work, way_of
+from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe

@@ -1,4 +1,4 @@
-"""The demo model (fp4kit.checkpoint.demo), run in NumPy: what its linear layers are given, for weights of columns."""
+"""The demo model (fp4kit.checkpoint.convert.demo), run in NumPy: what its linear layers are given, for weights of columns."""
 
 from __future__ import annotations
 

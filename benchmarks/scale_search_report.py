@@ -10,7 +10,7 @@ import numpy as np
 import records
 from records import Record, head_text
 
-from fp4kit.checkpoint.statistics import sqnr_db
+from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.cli.tables import markdown as table
 from fp4kit.formats import E2M1, E4M3
 

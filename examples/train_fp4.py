@@ -29,8 +29,8 @@ import numpy as np
 
 import fp4kit
 from fp4kit import Quantized, Shard
-from fp4kit.distributed import Communicator, Mpi, SingleProcess
 from fp4kit.formats import E2M1, E4M3
+from fp4kit.training.communicators import Communicator, Mpi, SingleProcess
 
 RECIPE = "nvfp4-te-2d"
 SHAPES = ((64, 48), (16, 64))  # A and B
@@ -169,7 +169,7 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
 
 
 class Thread:
-    """A rank of a group of threads; an fp4kit.distributed.Communicator. One that fails ends the wait of the others."""
+    """A rank of a group of threads; an fp4kit.training.communicators.Communicator. One that fails ends the wait of the others."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self._barrier, self._slots = rank, barrier.parties, barrier, slots

@@ -3,11 +3,12 @@
 quantize, dequantize, fake_quantize and their kin take an array and a recipe id such as "nvfp4-te"; recipes() lists them.
 """
 
-import fp4kit.startup  # first: while the others are imported, the command can be interrupted
+import fp4kit.startup  # noqa: F401  # first: while the others are imported, the command can be interrupted
 
 # isort: split
-import fp4kit.display.quantized  # noqa: F401  # which methods import: a process that is forked meanwhile could not
-from fp4kit.cpu.native import num_threads, set_num_threads, threads
+from fp4kit.cpu.library import num_threads, set_num_threads, threads
+from fp4kit.display.quantized import html_of, text_of
+from fp4kit.display.recipe import panel
 from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare
 from fp4kit.ops.dequantize import dequantize
@@ -28,10 +29,24 @@ from fp4kit.ops.requantize import Requantized, requantize
 from fp4kit.ops.search_scales import search_scales
 from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
 from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
+
+FUNCTIONS.update(
+    {
+        "Quantized.dequantize": dequantize,
+        "Quantized.to": moved_to,
+        "Quantized.__getitem__": rows_of,
+        "Quantized.equals": same_bits,
+        "Quantized.__str__": text_of,
+        "Quantized._repr_html_": html_of,
+        "Recipe.panel": panel,
+    }
+)
 
 __version__ = "0.1.0"
 

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import dequantize, engine, keys, matrix, native
+from fp4kit.cpu import coverage, dequantize, encode, engine
+from fp4kit.cpu import library as native
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
 # Where it is missing its tests are left out; in CI they fail.
@@ -27,7 +28,7 @@ NEEDS_ENGINE = pytest.mark.skipif(
 def covered(r: Recipe) -> bool:
     """Whether the engine quantizes under a recipe, and does not leave it to the specification."""
     try:
-        matrix.kernels_of(r)
+        encode.kernels_of(r)
     except Declined:
         return False
     return True
@@ -62,27 +63,27 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine does with small arrays what it does with large ones: it declines none, and makes tables of all scales."""
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
-    monkeypatch.setattr(keys, "FEW", dict.fromkeys(keys.FEW, 0))
-    monkeypatch.setattr(keys, "FEW_VALUES", 0)
-    monkeypatch.setattr(keys, "FEW_AMAX", 0)
-    monkeypatch.setattr(keys, "FEW_COLUMNS", 0)
+    monkeypatch.setattr(coverage, "FEW", dict.fromkeys(coverage.FEW, 0))
+    monkeypatch.setattr(coverage, "FEW_VALUES", 0)
+    monkeypatch.setattr(coverage, "FEW_AMAX", 0)
+    monkeypatch.setattr(coverage, "FEW_COLUMNS", 0)
 
 
 def shrink_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small arrays have many units, calls of the library, pieces and threads."""
-    for module in (matrix, dequantize):
+    for module in (encode, dequantize):
         monkeypatch.setattr(module, "UNIT", 64)
-    monkeypatch.setattr(matrix, "WIDTH", 128)  # the longest block
-    monkeypatch.setattr(matrix, "TILE_COLUMNS", 32)
-    monkeypatch.setattr(matrix, "TILE_ROWS", 4)
-    for module in (matrix, native):
+    monkeypatch.setattr(encode, "WIDTH", 128)  # the longest block
+    monkeypatch.setattr(encode, "TILE_COLUMNS", 32)
+    monkeypatch.setattr(encode, "TILE_ROWS", 4)
+    for module in (encode, native):
         monkeypatch.setattr(module, "ELEMENTS_PER_CALL", 300)
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1)
     monkeypatch.setattr(engine, "PIECE", 200)
     monkeypatch.setattr(native, "_default", [3])
     as_large_ones(monkeypatch)
-    monkeypatch.setattr(repeat, "_CALLS", {})  # calls that are kept have larger units
-    matrix.kernels_of.cache_clear()  # which kernels a block has depends on the width
+    monkeypatch.setattr(call_cache, "_CALLS", {})  # calls that are kept have larger units
+    encode.kernels_of.cache_clear()  # which kernels a block has depends on the width
 
 
 @contextmanager
@@ -90,7 +91,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the parts that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
-        for module, name in ((matrix, "quantize_matrix"), (matrix, "encode_matrix"), (dequantize, "dequantize_matrix")):
+        for module, name in ((encode, "quantize_matrix"), (encode, "encode_matrix"), (dequantize, "dequantize_matrix")):
             right = getattr(module.specification, name)
 
             def counts(x: np.ndarray, *arguments: Any, right: Callable[..., None] = right) -> None:

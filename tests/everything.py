@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 import fp4kit
-from fp4kit.distributed import SingleProcess
 from fp4kit.recipes import RECIPES
+from fp4kit.training.communicators import SingleProcess
 
 
 def everything(name: str, x: np.ndarray) -> Iterator[object]:

@@ -6,7 +6,7 @@ import numpy as np
 from inputs import ORDINARY
 
 import fp4kit
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 
 X = ORDINARY[:32, :64]

@@ -9,8 +9,8 @@ import numpy as np
 
 import fp4kit
 from fp4kit.evidence.engines import Engine
-from fp4kit.evidence.fuzz_cases import Pool
-from fp4kit.quantized import Quantized
+from fp4kit.evidence.fuzz.draw import Pool
+from fp4kit.quantized.container import Quantized
 
 SMALL = Pool(largest=1 << 12)
 

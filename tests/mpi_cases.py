@@ -12,8 +12,8 @@ import pytest
 
 import fp4kit
 from fp4kit import Shard
-from fp4kit.distributed import Mpi
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.training.communicators import Mpi
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 NAMES = ("nvfp4-te-2d", "nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-flashinfer")

@@ -7,7 +7,7 @@ from searched import STATIC
 
 from fp4kit.call.search_scales import PLAIN
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.power import power
+from fp4kit.reference.pow import power
 from fp4kit.reference.search_scales import candidate_amaxes, left_of, scales_of
 
 POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)

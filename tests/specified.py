@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import pytest
 
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.ops import engines
 
 KERNELS = re.compile(r"test_(gpu\w*|\w+_on_host|host\w*)")
@@ -35,7 +35,7 @@ def needs_specification(item: pytest.Item) -> bool:
 def specification_everywhere() -> Iterator[None]:
     """fp4kit.specification() for all threads: those that begin inside do not inherit what the one that made them has set."""
     always = ContextVar("by_specification", default=True)
-    with patch.object(engines, "by_specification", always), patch.object(repeat, "by_specification", always):
+    with patch.object(engines, "by_specification", always), patch.object(call_cache, "by_specification", always):
         yield
 
 

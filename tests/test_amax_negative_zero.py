@@ -10,9 +10,9 @@ from engine_cases import assert_equal
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.call.amaxes import has_given_powers, tensor_amax_shape
-from fp4kit.parts import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 
 X = ordinary(0, (32, 128))
@@ -28,11 +28,11 @@ def zeros(shape):
 
 def same_for_both(call, zero, negative):
     """That a call gives the same bits for both amaxes, the first time and as one that repeats another."""
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
     expected = call(zero)
     for amax in (negative, zero, negative):
         assert_equal(call(amax), expected)
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
     assert_equal(call(negative), expected)
 
 

@@ -7,7 +7,6 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import pytest
 from together import together
 
 import fp4kit
@@ -18,24 +17,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module or package may import from the layers above its own, and within its own package. "fp4kit" is fp4kit/__init__.py.
 LAYERS = (
-    {"startup"},
+    {"startup", "registered"},
     {"arguments", "arithmetic", "lazy", "rounding", "types"},
     {"formats"},
     {"recipes"},
-    {"dlpack"},
-    {"interop"},
-    {"libraries"},
+    {"arrays"},
     {"layouts"},
-    {"parts"},
-    {"stored"},
     {"quantized"},
-    {"pieces"},
     {"display", "storage"},
     {"call"},
     {"reference"},
+    {"host"},
     {"cuda"},
     {"cpu"},
-    {"ops", "distributed"},
+    {"ops"},
     {"training"},
     {"fp4kit"},
     {"torch", "jax"},
@@ -73,18 +68,6 @@ def imported_modules(path):
                     yield submodule if submodule in MODULES else node.module
 
 
-# Methods that are another spelling of a function further up, which they import when they are called: nothing else points upwards.
-SPELLINGS = {
-    "fp4kit.quantized": {"fp4kit.pieces", "fp4kit.display.quantized", "fp4kit.ops.dequantize"},
-    "fp4kit.recipes.schema": {"fp4kit.display.recipe"},
-}
-
-
-def imported_at_once(module):
-    """Modules that a module imports, but for those of SPELLINGS, which are imported inside of methods."""
-    return [other for other in imported_modules(MODULES[module]) if other not in SPELLINGS.get(module, ())]
-
-
 def part(module):
     """The module or package of the layers that a module belongs to."""
     parts = module.split(".")
@@ -94,22 +77,13 @@ def part(module):
 @together("module", MODULES)
 def test_imports_point_one_way(module):
     assert part(module) in LAYER, f"{module} has no layer: add it to LAYERS"
-    for other in imported_at_once(module):
+    for other in imported_modules(MODULES[module]):
         assert other in MODULES, f"{module} imports {other}, which does not exist"
         assert part(other) == part(module) or LAYER[part(other)] < LAYER[part(module)], f"{module} imports {other}"
 
 
-@pytest.mark.parametrize("module", SPELLINGS)
-def test_spellings_import_inside_of_methods_alone(module):
-    methods = [node for kind in tree(MODULES[module]).body if isinstance(kind, ast.ClassDef) for node in kind.body]
-    inside = [node for method in methods for node in ast.walk(method) if isinstance(node, ast.ImportFrom)]
-    anywhere = [node for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.ImportFrom)]
-    assert {node.module for node in inside} == SPELLINGS[module]
-    assert not {node.module for node in anywhere if node not in inside} & SPELLINGS[module]
-
-
 def test_imports_have_no_cycles():
-    graph = {module: set(imported_at_once(module)) - {module} for module in MODULES}
+    graph = {module: set(imported_modules(MODULES[module])) - {module} for module in MODULES}
     graph = {module: {other for other in others if other != module.rpartition(".")[0]} for module, others in graph.items()}
     while graph:
         leaves = {module for module, others in graph.items() if not others & graph.keys()}
@@ -172,7 +146,7 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
     many = {f"{path.stem}.{node.name}" for path, node in functions if arguments(node) > 8}
     grouped = {"grouped.quantize_grouped", "grouped_plan.__init__"}
     of_checkpoints = {"convert.convert", "plan.make_plan"}
-    assert many == {"quantize.quantize", "search_scales.search_scales", *grouped, "quantized.from_parts", *of_checkpoints}
+    assert many == {"quantize.quantize", "search_scales.search_scales", *grouped, "container.from_parts", *of_checkpoints}
 
 
 def undocumented(path):
@@ -212,20 +186,20 @@ def test_the_public_api():
 def test_no_environment_variable_changes_a_result(path):
     """Exceptions: the documented flags of fake-quantized training, read when the caller asks for them by name; and the number of
     threads, set for worker processes, and read by the compiled engine, whose results do not depend on it."""
-    if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/execution.py", "cpu/native.py"):
+    if path.relative_to(PACKAGE).as_posix() not in ("training/settings.py", "checkpoint/run/executors.py", "cpu/library.py"):
         assert not re.search(r"os\.environ|\bgetenv|from os import .*environ", path.read_text(encoding="utf-8"))
 
 
 def test_the_compiled_engine_reads_the_number_of_threads_alone():
-    text = (PACKAGE / "cpu" / "native.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "cpu" / "library.py").read_text(encoding="utf-8")
     assert re.findall(r"(?:environ|getenv).*", text) == ['environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()']
 
 
 @together("path", FILES, ids=module_name)
 def test_kernels_are_compiled_in_one_place(path):
-    """cuda/loader.py compiles, through cuda/nvrtc.py, which is the binding."""
+    """cuda/compile/loader.py compiles, through cuda/compile/nvrtc.py, which is the binding."""
     place = path.relative_to(PACKAGE).as_posix()
-    if place not in ("cuda/loader.py", "cuda/nvrtc.py"):
+    if place not in ("cuda/compile/loader.py", "cuda/compile/nvrtc.py"):
         compiles = r"\b(RawModule|RawKernel|ElementwiseKernel|ReductionKernel|cupy\.fuse|cupyx\.jit|nvrtc)\b"
         kinds = (ast.Attribute, ast.Name, ast.Import, ast.ImportFrom)
         code = "\n".join(ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, kinds))

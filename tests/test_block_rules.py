@@ -9,14 +9,14 @@ from engine_cases import agree
 from host.cases_variants import TE_CODES, blocks_at_ties
 
 import fp4kit
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES, rules
 from fp4kit.reference.arith import INV6
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
-from fp4kit.reference.scaling import TENSOR_RULES, tensor_scale
+from fp4kit.reference.tensor_rules import TENSOR_RULES, tensor_scale
 
 WRAPPING = ("e8m0_mlx", "e8m0_mlx_0321")  # rules whose factor asks for the amax: a scale's byte has wrapped, or it is not finite
 F32 = np.dtype(np.float32)

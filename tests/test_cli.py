@@ -14,7 +14,7 @@ import pytest
 
 import fp4kit
 from fp4kit.cli import main, parser
-from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import recipes
 
 README = Path(__file__).resolve().parent.parent / "README.md"

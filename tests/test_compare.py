@@ -16,7 +16,7 @@ from exhaustive import exhaustive, half
 from inputs import INPUTS, NAMES, ordinary
 
 import fp4kit
-from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.ops import compare_values
 from fp4kit.recipes import RECIPES
 

@@ -16,8 +16,9 @@ from exhaustive import by_default
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.call import repeat
-from fp4kit.cpu import dequantize, engine, generate, matrix, native, partial, prepared
+from fp4kit.call import call_cache
+from fp4kit.cpu import cached_calls, dequantize, encode, engine, generate, partial
+from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.ops import engines
 from fp4kit.recipes import RECIPES
@@ -25,7 +26,7 @@ from fp4kit.reference.arith import reciprocal_table
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ("base", "avx2", "avx512")
-HOLDERS = (native, matrix, dequantize, engine, engines, partial, prepared)  # modules that may have `library` under their name
+HOLDERS = (native, encode, dequantize, engine, engines, partial, cached_calls)  # modules that may have `library` under their name
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 
@@ -37,13 +38,13 @@ def using(monkeypatch, library):
         for module in HOLDERS:
             if hasattr(module, "library"):
                 patch.setattr(module, "library", lambda: library)
-        patch.setattr(repeat, "_CALLS", {})
+        patch.setattr(call_cache, "_CALLS", {})
         as_large_ones(patch)
-        matrix.kernels_of.cache_clear()
+        encode.kernels_of.cache_clear()
         try:
             yield
         finally:
-            matrix.kernels_of.cache_clear()
+            encode.kernels_of.cache_clear()
 
 
 def library_of(level):
@@ -149,7 +150,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
 
 @contextmanager
 def installed_levels(monkeypatch, folder, levels, stale=()):
-    """An installation with the libraries of these levels alone, some of them stale."""
+    """An installation with the arrays of these levels alone, some of them stale."""
     for level in levels:
         (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
         shutil.copy(path, folder / path.name)

@@ -10,7 +10,8 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cpu import memory, native
+from fp4kit.cpu import buffers
+from fp4kit.cpu import library as native
 
 pytestmark = pytest.mark.skipif(native.library().functions is None, reason="the compiled engine is not there")
 F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
@@ -19,10 +20,10 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     """Results of any size are kept, and none is yet."""
-    monkeypatch.setattr(memory, "LEAST", 1)
-    memory._kept.clear()
+    monkeypatch.setattr(buffers, "LEAST", 1)
+    buffers._kept.clear()
     yield
-    memory._kept.clear()
+    buffers._kept.clear()
 
 
 def address(a):
@@ -30,12 +31,12 @@ def address(a):
 
 
 def test_memory_of_a_result_that_is_gone_serves_the_next_one():
-    first = memory.empty((8, 4), F32)
+    first = buffers.empty((8, 4), F32)
     at = address(first)
-    other = memory.empty((8, 4), F32)
-    assert address(other) != at and at % memory.HUGE_PAGE == 0 and not memory._kept
+    other = buffers.empty((8, 4), F32)
+    assert address(other) != at and at % buffers.HUGE_PAGE == 0 and not buffers._kept
     del first
-    third = memory.empty((4, 4, 4), BF16)
+    third = buffers.empty((4, 4, 4), BF16)
     assert address(third) == at and third.shape == (4, 4, 4) and third.dtype == BF16 and third.flags.writeable
     third[...] = 1
     other[...] = 2
@@ -53,29 +54,29 @@ HOLDERS = {
 
 @pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS)
 def test_what_is_held_is_not_given_away(hold):
-    first = memory.empty((8, 4), F32)
+    first = buffers.empty((8, 4), F32)
     first[...] = 3
     held = hold(first)
     del first
     before = np.array(held)
-    other = memory.empty((8, 4), F32)
+    other = buffers.empty((8, 4), F32)
     other[...] = 5
-    assert not memory._kept and np.array(held).tobytes() == before.tobytes()
+    assert not buffers._kept and np.array(held).tobytes() == before.tobytes()
     del other, held
-    assert len(memory._kept) == 1
+    assert len(buffers._kept) == 1
 
 
 def test_one_piece_is_kept_and_no_large_one():
     def kept_after(*rows):
-        arrays = [memory.empty((n, 16), F32) for n in rows]
+        arrays = [buffers.empty((n, 16), F32) for n in rows]
         while arrays:
             arrays.pop()
-        return [piece.nbytes for piece in memory._kept]
+        return [piece.nbytes for piece in buffers._kept]
 
     assert kept_after(16, 8, 4) == [16 * 64]  # that of the last one to go
     assert kept_after(9) == [16 * 64]
     assert kept_after(7) == [7 * 64]  # more than half of the piece would have been idle
-    assert memory.empty((memory.MOST + 1,), U8).flags.owndata and kept_after() == [7 * 64]
+    assert buffers.empty((buffers.MOST + 1,), U8).flags.owndata and kept_after() == [7 * 64]
 
 
 def test_calls_of_many_threads(monkeypatch):
@@ -97,18 +98,18 @@ def test_calls_of_many_threads(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and len(memory._kept) == 1
+    assert not wrong and len(buffers._kept) == 1
 
 
 def test_addresses_are_those_of_numpy():
     x = np.zeros((4, 6), BF16)
     views = x, x[1:, 2:], x.T, x[::-1], x[:, ::-2], x[0, 0:1].reshape(()), x.view(np.uint8), np.broadcast_to(x[:1], (9, 6))
     for a in (*views, np.empty((0, 3), np.float32)):
-        assert memory.address(a) == a.ctypes.data
-    assert memory.address(None) is None
+        assert buffers.address(a) == a.ctypes.data
+    assert buffers.address(None) is None
 
 
 def test_addresses_where_arrays_are_otherwise(monkeypatch):
-    monkeypatch.setattr(memory.sys, "implementation", SimpleNamespace(name="another"))
+    monkeypatch.setattr(buffers.sys, "implementation", SimpleNamespace(name="another"))
     x = np.zeros(3, np.float32)[1:]
-    assert memory._reader()(x) == x.ctypes.data
+    assert buffers._reader()(x) == x.ctypes.data

@@ -18,8 +18,9 @@ from exhaustive import exhaustive
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.call import repeat
-from fp4kit.cpu import engine, matrix, native, prepared
+from fp4kit.call import call_cache
+from fp4kit.cpu import cached_calls, encode, engine
+from fp4kit.cpu import library as native
 
 pytestmark = NEEDS_ENGINE
 
@@ -194,10 +195,10 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
     }[function]
     expected = call()
     with monkeypatch.context() as patch:
-        for module in (matrix, prepared, native):
+        for module in (encode, cached_calls, native):
             patch.setattr(module, "ELEMENTS_PER_CALL", 1 << 10)
         patch.setattr(engine, "PIECE", 1 << 12)
-        patch.setattr(repeat, "_CALLS", {})
+        patch.setattr(call_cache, "_CALLS", {})
         calls = interrupted_at(patch, 20)
         with pytest.raises(KeyboardInterrupt):
             call()

@@ -13,8 +13,8 @@ from inputs import BF16, NAMES, ordinary
 from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 import fp4kit
-from fp4kit.call import repeat
-from fp4kit.cpu import prepared
+from fp4kit.call import call_cache
+from fp4kit.cpu import cached_calls
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
@@ -26,7 +26,7 @@ SHAPE = (32, 128)
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """No call was made before a test."""
-    monkeypatch.setattr(repeat, "_CALLS", {})
+    monkeypatch.setattr(call_cache, "_CALLS", {})
     as_large_ones(monkeypatch)
 
 
@@ -47,7 +47,7 @@ def arrays(dtype):
 
 def kept(op):
     """Kinds of what repeats calls of an operation: one call of the library, or a function that asks the engines."""
-    return [type(call) for key, call in repeat._CALLS.items() if key[0] == op]
+    return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -66,9 +66,9 @@ def test_other_values(name, dtype):
         assert fp4kit.dequantize(q, np.float32, out=values) is values
         assert_equal(values, SPECIFICATION.apply(fp4kit.dequantize, q, np.float32), "values")
     covered = name in COVERED and RECIPES[name].tensor_scaling != "block" and not RECIPES[name].search
-    assert kept("quantize") == [prepared.QuantizeCall if covered else FunctionType] * 2
+    assert kept("quantize") == [cached_calls.QuantizeCall if covered else FunctionType] * 2
     by_library = covered and RECIPES[name].fake_rule is None
-    assert kept("fake_quantize") == [prepared.FakeQuantizeCall if by_library else FunctionType]
+    assert kept("fake_quantize") == [cached_calls.FakeQuantizeCall if by_library else FunctionType]
 
 
 def check_repeated(x, name, **options):
@@ -85,8 +85,9 @@ def check_repeated(x, name, **options):
 
 def are_by_library(name):
     """Whether all that is kept is one call of the library; where the library has the recipe."""
-    kinds = {prepared.QuantizeCall, prepared.FakeQuantizeCall, prepared.DequantizeCall}
-    return {type(call) for call in repeat._CALLS.values()} == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
+    kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
+    kept = {type(call) for call in call_cache._CALLS.values()}
+    return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
 
 
 KINDS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te", "int8-modelopt")
@@ -194,8 +195,8 @@ def test_the_specification_is_asked_when_it_is_wanted(monkeypatch):
         q = fp4kit.quantize(x, "nvfp4-te")
         fp4kit.dequantize(q)
     seen = []
-    for key, call in repeat._CALLS.items():
-        monkeypatch.setitem(repeat._CALLS, key, lambda *a, call=call: (seen.append(1), call(*a))[1])
+    for key, call in call_cache._CALLS.items():
+        monkeypatch.setitem(call_cache._CALLS, key, lambda *a, call=call: (seen.append(1), call(*a))[1])
     with fp4kit.specification():
         fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te"))
         assert seen == []
@@ -214,7 +215,7 @@ def test_a_call_that_was_right_in_another_mode(changed):
         with mode(changed):
             found = fp4kit.quantize(x, name), fp4kit.dequantize(q)
         assert_equal(found, (q, values), f"{name} {changed}")
-        repeat._CALLS.clear()
+        call_cache._CALLS.clear()
         with mode(changed):
             found = [(fp4kit.quantize(x, name), fp4kit.dequantize(q)) for _ in range(2)]
         assert_equal(found[1], (q, values), f"{name} {changed}, first there")
@@ -278,7 +279,7 @@ def test_other_kinds_of_arrays_after_a_right_call():
 
 
 def test_more_calls_than_are_kept():
-    for columns in range(32, 32 * (repeat.MOST + 40), 32):
+    for columns in range(32, 32 * (call_cache.MOST + 40), 32):
         x = np.ones((1, columns), np.float32)
         assert (fp4kit.quantize(x, "mxfp4-ocp").packed == 0x66).all()  # 4 under 2^-2
-    assert 0 < len(repeat._CALLS) <= repeat.MOST
+    assert 0 < len(call_cache._CALLS) <= call_cache.MOST

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from host.compiler import find_compiler
 
-from fp4kit.cpu import digest
+from fp4kit.cpu import source_digest
 
 TESTS = Path(__file__).parent
 # Those of setup.py that change results; little optimized, so that what is seen is what is written.
@@ -34,7 +34,7 @@ import fp4kit
 from engine_cases import assert_equal, shrink_units
 from everything import everything
 from fp4kit.evidence import fuzz
-from fp4kit.evidence.fuzz_cases import Pool
+from fp4kit.evidence.fuzz.draw import Pool
 from inputs import BF16, ordinary
 assert native.library().functions is not None, native.library().level
 assert {folder!r} in native.library().functions._name
@@ -70,8 +70,8 @@ def sanitized(folder: Path, kind: str) -> tuple[Path, str]:
     if not os.path.isabs(runtime):
         pytest.skip(f"the C++ compiler has no sanitizer: {command}")
     library = folder / "_base.so"
-    sources = [str(path) for path in sorted(digest.SOURCE.glob("*.cpp"))]
-    options = [*FLAGS, f"-fsanitize={KINDS[kind][0]}", f'-DFP4KIT_DIGEST="{digest.digest()}"']
+    sources = [str(path) for path in sorted(source_digest.SOURCE.glob("*.cpp"))]
+    options = [*FLAGS, f"-fsanitize={KINDS[kind][0]}", f'-DFP4KIT_DIGEST="{source_digest.digest()}"']
     result = subprocess.run([command, *options, *sources, "-o", str(library)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
     for level in ("avx2", "avx512"):

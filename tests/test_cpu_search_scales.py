@@ -15,7 +15,7 @@ from searched import STATIC, hessians, searched_blocks
 
 import fp4kit
 from fp4kit.call.search_scales import Wanted, search_call
-from fp4kit.cpu import matrix
+from fp4kit.cpu import encode
 from fp4kit.cpu import search_scales as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES
@@ -43,7 +43,7 @@ def cut(x: np.ndarray) -> np.ndarray:
 def small_units(monkeypatch):
     shrink_units(monkeypatch)
     yield
-    matrix.kernels_of.cache_clear()
+    encode.kernels_of.cache_clear()
 
 
 # ---- against the specification ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from engine_cases import NEEDS_ENGINE
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 
 pytestmark = NEEDS_ENGINE
 RECIPES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt-channel")
@@ -38,7 +38,7 @@ def bits(result):
 
 @pytest.fixture(autouse=True)
 def no_cached_calls(monkeypatch):
-    monkeypatch.setattr(repeat, "_CALLS", {})
+    monkeypatch.setattr(call_cache, "_CALLS", {})
 
 
 @pytest.mark.parametrize("make", [torch_of, jax_of])
@@ -55,7 +55,7 @@ def test_repeated_calls_have_the_bits_of_numpy(make, recipe, dtype):
             assert bits(q) == bits(expected)
             assert bits(fp4kit.dequantize(q)) == bits(fp4kit.dequantize(expected))
             assert bits(fp4kit.fake_quantize(t, recipe, axis=axis)) == bits(fp4kit.fake_quantize(x, recipe, axis=axis))
-    assert any(call is not None for call in repeat._CALLS.values())
+    assert any(call is not None for call in call_cache._CALLS.values())
 
 
 def test_given_amaxes_and_outs():
@@ -108,7 +108,7 @@ def test_nan_and_the_specification_go_the_full_way():
     x = t.numpy()
     assert bits(fp4kit.quantize(t, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
     with fp4kit.specification():
-        assert repeat.find("quantize", (t, None, None), "nvfp4-te") == (None, None)
+        assert call_cache.find("quantize", (t, None, None), "nvfp4-te") == (None, None)
         assert bits(fp4kit.quantize(t, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
 
 

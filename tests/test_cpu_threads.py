@@ -17,7 +17,7 @@ from inputs import BF16, ordinary
 from test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 import fp4kit
-from fp4kit.cpu import dequantize, matrix, native, prepared
+from fp4kit.cpu import cached_calls, dequantize, encode, library
 from fp4kit.recipes import RECIPES
 
 pytestmark = NEEDS_ENGINE
@@ -28,7 +28,7 @@ FEW = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 @pytest.fixture
 def default_threads(monkeypatch):
     """A test may set the number of threads of the process."""
-    monkeypatch.setattr(native, "_default", [3])
+    monkeypatch.setattr(library, "_default", [3])
 
 
 def large(dtype=np.float32, seed=0):
@@ -61,22 +61,23 @@ def test_numbers_of_threads(default_threads):
         assert fp4kit.num_threads() == 2
     assert fp4kit.num_threads() == 5
     fp4kit.set_num_threads(np.int64(4))
-    assert fp4kit.num_threads() == 4 and native.threads_for(1) == 1
-    assert native.threads_for(1 << 40) == native.threads_for(1 << 40, True) == 4
-    assert native.threads_for(1 << 18) == 4 and native.threads_for(1 << 18, True) == 1 and native.threads_for(1 << 19, True) == 2
+    assert fp4kit.num_threads() == 4 and library.threads_for(1) == 1
+    assert library.threads_for(1 << 40) == library.threads_for(1 << 40, True) == 4
+    assert library.threads_for(1 << 18) == 4
+    assert library.threads_for(1 << 18, True) == 1 and library.threads_for(1 << 19, True) == 2
 
 
 def seen_threads(monkeypatch):
     """Numbers of threads of the calls of the library from here on."""
-    seen, right = [], native.threads_for
-    for module in (matrix, dequantize, prepared):
+    seen, right = [], library.threads_for
+    for module in (encode, dequantize, cached_calls):
         monkeypatch.setattr(module, "threads_for", lambda *facts, **more: (seen.append(right(*facts, **more)), seen[-1])[1])
     return seen
 
 
 def test_threads_of_one_call(default_threads, monkeypatch):
     """In a first call and in a repeated one; the default before and after it."""
-    monkeypatch.setattr(native, "QUICK", 1)
+    monkeypatch.setattr(library, "QUICK", 1)
     x, seen = large(), seen_threads(monkeypatch)
     q = fp4kit.quantize(x, "mxfp4-ocp")
     calls = {

@@ -10,10 +10,10 @@ from exhaustive import by_default, every, exhaustive
 from inputs import BF16, STOCHASTIC, ordinary
 
 import fp4kit
-from fp4kit.cpu import matrix
-from fp4kit.cpu.matrix import Shape
-from fp4kit.evidence import fuzz
-from fp4kit.evidence.fuzz_cases import Pool
+from fp4kit.cpu import encode
+from fp4kit.cpu.encode import Shape
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import Pool
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
 
@@ -29,7 +29,7 @@ EIGHTH = every(4, COVERED[::2]) + exhaustive(COVERED[1::2])
 def small_units(monkeypatch):
     shrink_units(monkeypatch)
     yield
-    matrix.kernels_of.cache_clear()
+    encode.kernels_of.cache_clear()
 
 
 # ---- shapes of units ------------------------------------------------------------------------------------------------------
@@ -40,11 +40,11 @@ def small_units(monkeypatch):
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
 def test_units_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
     """And are whole blocks, but for the last rows; of no more elements than a unit, or one row of panels, has."""
-    monkeypatch.setattr(matrix, "ELEMENTS_PER_CALL", 1 << 14)
+    monkeypatch.setattr(encode, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
     shape = Shape.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
     seen = np.zeros((M, K), np.uint8)
-    assert shape.width <= max((1 + (block_rows > 1)) * matrix.UNIT // block_rows, 2048)
+    assert shape.width <= max((1 + (block_rows > 1)) * encode.UNIT // block_rows, 2048)
     for part in shape.parts():
         units = list(shape.units(*part))
         assert len(units) == shape.number(*part)

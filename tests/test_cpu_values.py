@@ -12,15 +12,15 @@ from exhaustive import by_default, exhaustive
 
 import fp4kit
 from fp4kit.cpu import dequantize
-from fp4kit.evidence import selftest
 from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.selftest import tasks
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import packed
 from fp4kit.recipes import RECIPES
 from fp4kit.reference import dequantize as reference_dequantize
 from fp4kit.reference.codec import decode as value_of
-from fp4kit.reference.scaling import TensorScale
+from fp4kit.reference.tensor_rules import TensorScale
 
 pytestmark = NEEDS_ENGINE
 NAMES = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "nvfp4-compressed-tensors", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp8-te")
@@ -32,7 +32,7 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 
 def anchors(r, dtype):
     """The largest elements of blocks, for each byte of the scale format that the dtype reaches."""
-    found = selftest._anchors(r)
+    found = tasks._anchors(r)
     return found[found <= float(ml_dtypes.finfo(dtype).max)]
 
 
@@ -64,7 +64,7 @@ def test_every_value_of_16_bits_under_every_scale(name, dtype):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_code_under_every_scale(name):
-    outcome = selftest.every_code(Engine(np), name)
+    outcome = tasks.every_code(Engine(np), name)
     assert outcome.values > 0 and outcome.differing == 0, outcome.first
 
 

@@ -12,9 +12,10 @@ from inputs import BF16, ordinary
 from test_host import SUM
 
 import fp4kit
-from fp4kit.cuda import geometry, launch, loader, pack_codes
-from fp4kit.cuda.memory import FLOAT32, UINT8, New, memory_of
-from fp4kit.cuda.ways import Work, way_of
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, New, memory_of
+from fp4kit.cuda.launch import geometry, matrix, pack_codes
+from fp4kit.cuda.launch.dispatch import Work, way_of
 from fp4kit.evidence.testing import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
@@ -85,7 +86,7 @@ def test_a_graph_does_its_work_when_it_is_launched():
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
     """The amax of float32 at an address, by the launcher."""
     out = cupy.zeros((), np.float32)
-    launch.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
+    matrix.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
     return float(out)
 
 
@@ -195,9 +196,9 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
 def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
     """Of blocks alone: without them all elements are one row, which kernels number in 64 bits."""
-    monkeypatch.setattr(launch, "_function", lambda *arguments: None)
+    monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
         work = Work(fp4kit.recipe(recipe), BF16, (2, columns))
         refused = pytest.raises(ValueError, match=r"a row of 4294967296 elements; .* at most 2\^32 - 1; reshape x")
         with refused if columns == 1 << 32 and work.recipe.block else nullcontext():
-            launch.launch_by.__wrapped__(way_of(work), work, True, 0)
+            matrix.launch_by.__wrapped__(way_of(work), work, True, 0)

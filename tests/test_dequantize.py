@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from inputs import BF16, FINITE, NAMES, ORDINARY, codes_of
 
 import fp4kit
-from fp4kit.evidence.recorded_bytes import all_bytes
+from fp4kit.evidence.golden.recorded_bytes import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E8M0
 from fp4kit.recipes import RECIPES

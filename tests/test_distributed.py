@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fp4kit import distributed, interop
-from fp4kit.distributed import ID_BYTES, Mpi, Nccl, SingleProcess
+from fp4kit.arrays import imports
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.training import communicators
+from fp4kit.training.communicators import ID_BYTES, Mpi, Nccl, SingleProcess
 
 ID = bytes(range(ID_BYTES))
 
@@ -52,8 +53,8 @@ class FakeNccl:
 def nccl(monkeypatch) -> FakeNccl:
     fake = FakeNccl()
     cuda = SimpleNamespace(Device=lambda: SimpleNamespace(id=1), get_current_stream=lambda: SimpleNamespace(ptr=77))
-    monkeypatch.setattr(distributed, "_import_nccl", lambda: fake)
-    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(communicators, "_import_nccl", lambda: fake)
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=cuda))
     return fake
 
 
@@ -134,7 +135,7 @@ def test_missing_packages_are_named(monkeypatch) -> None:
     with pytest.raises(RuntimeError, match=re.escape('Mpi: mpi4py is missing; run pip install "fp4kit[mpi]"')):
         Mpi()
     cupy_without_nccl = SimpleNamespace(cuda=SimpleNamespace(nccl=SimpleNamespace(available=False)))
-    monkeypatch.setattr(interop, "cupy", lambda: cupy_without_nccl)
+    monkeypatch.setattr(imports, "cupy", lambda: cupy_without_nccl)
     monkeypatch.setitem(sys.modules, "cupy", cupy_without_nccl)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy_without_nccl.cuda)
     with pytest.raises(RuntimeError, match=re.escape('Nccl: CuPy finds no NCCL; run pip install "fp4kit[nccl12]"')):
@@ -170,8 +171,8 @@ def test_mpi_says_that_device_arrays_go_through_the_host(monkeypatch) -> None:
         def set(self, values: np.ndarray) -> None:
             self.values = values
 
-    monkeypatch.setattr(distributed, "_import_mpi", lambda: SimpleNamespace(COMM_WORLD=FakeMpi(), MAX="max", BYTE="byte"))
-    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(empty=lambda shape, dtype: OnDevice()))
+    monkeypatch.setattr(communicators, "_import_mpi", lambda: SimpleNamespace(COMM_WORLD=FakeMpi(), MAX="max", BYTE="byte"))
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(empty=lambda shape, dtype: OnDevice()))
     comm = Mpi()
     with pytest.warns(UserWarning, match="CuPy arrays travel through the host"):
         assert_same_bits(comm.all_reduce_max(OnDevice()).values, np.arange(3, dtype=np.float32))

@@ -37,7 +37,7 @@ def test_a_wrong_example_is_found():
 
 
 EXAMPLES = {
-    "fp4kit.quantized": ("from_parts", "dequantize", "equals", "__getitem__"),
+    "fp4kit.quantized.container": ("from_parts", "dequantize", "equals", "__getitem__"),
     "fp4kit.storage.quantized_file": ("save", "load"),
 }
 

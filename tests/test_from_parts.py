@@ -12,9 +12,9 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3, E8M0, INT4, INT8, bit_patterns
 from fp4kit.layouts import SCALE_LAYOUTS
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 
 F32 = np.float32
 SCALES = {E4M3: ml_dtypes.float8_e4m3fn, E8M0: ml_dtypes.float8_e8m0fnu}
@@ -323,7 +323,7 @@ def test_inputs_are_not_written_to():
 
 def test_every_format_has_a_dtype():
     """So that a recipe of a new format gets one here, or is seen to have none."""
-    from fp4kit.stored import DTYPES
+    from fp4kit.quantized.from_checkpoint import DTYPES
 
     assert {r.element for r in RECIPES.values()} | {r.scale for r in RECIPES.values() if r.scale} <= set(DTYPES)
     assert DTYPES[E2M1] == np.dtype(ml_dtypes.float4_e2m1fn).name and ORDINARY.dtype == F32

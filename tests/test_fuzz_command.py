@@ -12,13 +12,15 @@ from fuzz_faults import SMALL, executed, one_bit, plant
 
 import fp4kit
 from fp4kit.cli import main
-from fp4kit.evidence import fuzz, fuzz_arrays, fuzz_processes, fuzz_replay
-from fp4kit.evidence.fuzz_arrays import Array, View
-from fp4kit.evidence.fuzz_cases import Case, Options, draw
-from fp4kit.evidence.fuzz_check import Verdict, check
-from fp4kit.evidence.fuzz_print import script
-from fp4kit.evidence.fuzz_recipes import Variant
-from fp4kit.evidence.fuzz_shrink import shrink
+from fp4kit.evidence.fuzz import arrays as fuzz_arrays
+from fp4kit.evidence.fuzz import parallel, replay
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.arrays import Array, View
+from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.draw import Case, Options, draw
+from fp4kit.evidence.fuzz.print_repro import script
+from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.evidence.fuzz.shrink import shrink
 
 # ---- shrinking and printing ---------------------------------------------------------------------------------------------
 
@@ -77,8 +79,8 @@ def test_agreement_compares_what_is_yielded(away):
         yield "x", on.array(np.zeros(3, np.float32)) + (0 if on.host else 1)
 
     with pytest.raises(AssertionError, match=r"differs: x: at \(0,\) 0x3f800000 instead of 0x0"):
-        fuzz_replay.agree(program, np, away.module)
-    fuzz_replay.agree(program, np)
+        replay.agree(program, np, away.module)
+    replay.agree(program, np)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
@@ -143,9 +145,9 @@ def test_errors_of_the_command(arguments, message, without_gpu, capsys):
 
 
 def test_processes_draw_with_their_own_seeds():
-    work = fuzz_processes.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
+    work = parallel.Work(600, 5, replace(SMALL, operations=("pack",)), 1.0, None)
     counted = []
-    report = fuzz_processes.run(work, 4, 2, lambda calls, failures: counted.append(calls))
+    report = parallel.run(work, 4, 2, lambda calls, failures: counted.append(calls))
     assert report.total("cases") == 10 and sum(counted) == report.total("calls") and report.failures == []
     singles = [fuzz.run(None, 600, seed, cases=5, pool=work.pool) for seed in (4, 5)]
     assert report.total("values") == sum(single.total("values") for single in singles)

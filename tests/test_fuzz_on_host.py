@@ -13,10 +13,11 @@ import pytest
 from exhaustive import by_default, exhaustive
 from host import cupy_on_host
 
-from fp4kit.evidence import fuzz, fuzz_check
 from fp4kit.evidence.engines import Engine, Outcome
-from fp4kit.evidence.fuzz_cases import Pool
-from fp4kit.evidence.fuzz_recipes import Variant
+from fp4kit.evidence.fuzz import check
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import Pool
+from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import E1M2, E3M0
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
@@ -68,7 +69,7 @@ FEW, MANY = 12, 60
 @contextmanager
 def all_is_equal() -> Iterator[None]:
     """Comparisons find nothing: without kernels, each case goes on to its last launch."""
-    with patch.object(fuzz_check, "compare", lambda *_: Outcome()), patch.object(fuzz, "SHOWN", 0):
+    with patch.object(check, "compare", lambda *_: Outcome()), patch.object(fuzz, "SHOWN", 0):
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 from inputs import BF16
 
 import fp4kit
-from fp4kit.evidence.recorded_bytes import all_bytes
+from fp4kit.evidence.golden.recorded_bytes import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
@@ -22,7 +22,7 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import decode, encode, first_of_least
 from fp4kit.reference.dequantize import dequantize_tile
-from fp4kit.reference.scaling import ONE, TensorScale
+from fp4kit.reference.tensor_rules import ONE, TensorScale
 
 NONE = TensorScale(ONE, ONE, ONE)
 F32 = np.dtype(np.float32)

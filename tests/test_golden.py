@@ -10,20 +10,20 @@ from exhaustive import by_default, every, exhaustive, half
 from recorded import groups
 
 import fp4kit
-from fp4kit.evidence import check as golden_check
-from fp4kit.evidence.check import Operations, check_recipe
 from fp4kit.evidence.engines import Engine
-from fp4kit.evidence.golden import GoldenSet
-from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.golden import check as golden_check
+from fp4kit.evidence.golden.check import Operations, check_recipe
+from fp4kit.evidence.golden.golden_set import GoldenSet
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import unpack
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.dequantize import dequantize_tile
-from fp4kit.reference.scaling import ONE, TensorScale
 from fp4kit.reference.stochastic import encode_stochastic, philox4x32
+from fp4kit.reference.tensor_rules import ONE, TensorScale
 
 # Recipes that no recorded array pins: their parts are those of recipes that have some.
 UNRECORDED = (

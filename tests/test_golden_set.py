@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit.evidence.golden import RECORDED, GoldenSet
-from fp4kit.evidence.packed import BASES, is_packed, references
+from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
+from fp4kit.evidence.golden.packed import BASES, is_packed, references
 from tools import pack_golden
 
 

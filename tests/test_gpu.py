@@ -11,7 +11,7 @@ from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differi
 from test_scaling import PRODUCTS
 
 import fp4kit
-from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

@@ -8,9 +8,9 @@ from inputs import BF16, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.call.amaxes import has_given_powers, tensor_amax_shape
-from fp4kit.parts import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -25,7 +25,7 @@ FEW = ("nvfp4-modelopt", "nvfp4-te-rowscaled", "nvfp4-modelopt-fake", "int8-mode
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
 
 
 def zeros(shape):

@@ -6,9 +6,9 @@ import pytest
 from on_gpu import ON_GPU, cupy, differing
 
 import fp4kit
-from fp4kit.distributed import SingleProcess
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_state import AmaxCollector, AmaxState
+from fp4kit.training.communicators import SingleProcess
 
 pytestmark = ON_GPU
 BASE = "m.experts.fc1.weight_quantizer"

@@ -9,7 +9,7 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, check, cupy, differing, gpu_only
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.cuda import engine
 
 pytestmark = ON_GPU
@@ -19,7 +19,7 @@ SHAPE = (64, 512)
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
 
 
 def forbid(monkeypatch):
@@ -129,9 +129,9 @@ def raised(call):
 
 def assert_same_error(right, wrong, kind, text):
     """A wrong call raises the same error when nothing is prepared, and after a right one that was."""
-    first, before = raised(wrong), len(repeat._CALLS)
+    first, before = raised(wrong), len(call_cache._CALLS)
     right()
-    assert len(repeat._CALLS) == before + 1
+    assert len(call_cache._CALLS) == before + 1
     assert raised(wrong) == first
     assert first[0] is kind and text in first[1] + " at address"
 
@@ -308,6 +308,6 @@ def test_prepared_calls_hold_no_memory():
             out = fp4kit.quantize(x, "nvfp4-te")
             y = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-te", tensor_amax=out.tensor_amax, out=out))
             z = fp4kit.fake_quantize(x, "nvfp4-te")
-        assert pool.used_bytes() > 0 and len(repeat._CALLS) == 4
+        assert pool.used_bytes() > 0 and len(call_cache._CALLS) == 4
         del x, out, y, z
         assert pool.used_bytes() == 0

@@ -8,7 +8,7 @@ import pytest
 from on_gpu import ON_GPU, all_or_few, check
 
 import fp4kit
-from fp4kit.cuda.ways import TABLE_LEAST
+from fp4kit.cuda.launch.dispatch import TABLE_LEAST
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

@@ -13,7 +13,8 @@ from on_gpu import ON_GPU, all_or_few, assert_same, blocks, cupy, differing, exa
 from test_grouped import Drawn, groups
 
 import fp4kit
-from fp4kit.cuda import launch, loader
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch import matrix
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU
@@ -193,11 +194,11 @@ def test_one_launch_and_a_graph(monkeypatch) -> None:
     plan = fp4kit.GroupedPlan(d, "nvfp4-te")
     plan.quantize()
     calls = []
-    from fp4kit.cuda.grouped import Launch
+    from fp4kit.cuda.launch.grouped import Launch
 
     original = Launch.__call__
     monkeypatch.setattr(Launch, "__call__", lambda self: (calls.append(self), original(self)))
-    monkeypatch.setattr(launch, "amax", None)
+    monkeypatch.setattr(matrix, "amax", None)
     monkeypatch.setattr(loader, "function", None)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:

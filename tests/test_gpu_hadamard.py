@@ -11,7 +11,7 @@ from inputs import BF16
 from on_gpu import ON_GPU, check, cupy, differing
 
 import fp4kit
-from fp4kit.cuda import launch
+from fp4kit.cuda.launch import matrix
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
 pytestmark = ON_GPU
@@ -27,7 +27,7 @@ def test_every_kind_of_runs(kind, dtype):
         transformed = hadamard_blocks(x)
         check(x, "nvfp4-te", hadamard=True, tensor_amax=np.float32(3.0))
         check(x[: len(x) // 32 * 32], "mxfp4-te", axis=0, hadamard=True)
-    amax = launch.amax(cupy.asarray(x), "no_nan", True, TE_SIGN_MASK)
+    amax = matrix.amax(cupy.asarray(x), "no_nan", True, TE_SIGN_MASK)
     magnitudes = np.abs(transformed).astype(np.float32)
     assert differing(amax, np.where(np.isnan(magnitudes), np.float32(0), magnitudes).max(-1)) == 0
 

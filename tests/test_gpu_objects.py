@@ -7,7 +7,7 @@ from on_gpu import ON_GPU, assert_same, cupy
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 
 pytestmark = ON_GPU
 F32 = np.float32

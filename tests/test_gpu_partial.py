@@ -15,8 +15,8 @@ from thread_group import run_threads
 
 import fp4kit
 from fp4kit import Shard
-from fp4kit.distributed import Nccl, SingleProcess
 from fp4kit.recipes import RECIPES
+from fp4kit.training.communicators import Nccl, SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 pytestmark = ON_GPU

@@ -8,7 +8,7 @@ import pytest
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy
 
 import fp4kit
-from fp4kit.cuda.ways import patches
+from fp4kit.cuda.launch.dispatch import patches
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

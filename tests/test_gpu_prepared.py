@@ -9,9 +9,9 @@ import pytest
 from on_gpu import ON_GPU, assert_same, blocks, cupy
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.cuda import engine
-from fp4kit.cuda.memory import _array_at
+from fp4kit.cuda.engine.buffers import _array_at
 
 pytestmark = ON_GPU
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -19,7 +19,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 @pytest.fixture(autouse=True)
 def nothing_prepared():
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
 
 
 def forbid(monkeypatch, *names):

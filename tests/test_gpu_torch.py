@@ -8,7 +8,7 @@ from on_gpu import gpu_only
 from test_libraries import CALLS, DTYPES, X, array, tensor
 
 import fp4kit
-from fp4kit.call import repeat
+from fp4kit.call import call_cache
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
@@ -22,7 +22,7 @@ RECIPES = ("mxfp4-ocp", "nvfp4-te", "nvfp4-te-2d", "mxfp8-te", "fp8-modelopt")
 def cuda():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device, or a PyTorch without CUDA")
-    repeat._CALLS.clear()
+    call_cache._CALLS.clear()
 
 
 def host(found):

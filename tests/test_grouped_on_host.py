@@ -10,7 +10,7 @@ from host.cases import F16, F32, Amax, Quantize
 from host.cases_grouped import QUANTIZE_KINDS, GroupedAmax, GroupedClip, GroupedFake, GroupedQuantize
 from inputs import BF16
 
-from fp4kit.cuda import grouped
+from fp4kit.cuda.launch import grouped
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 

@@ -8,7 +8,7 @@ from host.compiler import Compiler, require_compiler
 from host.harness import DeviceArray, Host
 from inputs import BF16
 
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_ftz
 

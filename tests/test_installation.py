@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp4kit.cpu import native
+from fp4kit.cpu import library as native
 
 ROOT = Path(__file__).resolve().parent.parent
 USER = Path(__file__).parent / "typed_user.py"

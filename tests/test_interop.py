@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fp4kit import dlpack
-from fp4kit.interop import as_array, as_arrays, device_name
+from fp4kit.arrays import dlpack
+from fp4kit.arrays.imports import as_array, as_arrays, device_name
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT, BFLOAT, BOOL = 2, 4, 6  # DLDataTypeCode
@@ -283,11 +283,11 @@ def test_what_is_no_array_among_several():
 
 
 def test_neither_torch_nor_cupy_is_imported():
-    code = "import fp4kit.interop, sys; sys.exit(bool({'torch', 'cupy', 'jax'} & set(sys.modules)))"
+    code = "import fp4kit.arrays.imports, sys; sys.exit(bool({'torch', 'cupy', 'jax'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- the real libraries -----------------------------------------------------------------------------------------------
+# --- the real arrays -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.interop import as_array
+from fp4kit.arrays.imports import as_array
 
 W = np.linspace(-2, 2, 16 * 32, dtype=np.float32).reshape(16, 32)
 MASKED = np.ma.array(W, mask=W > 1)

@@ -13,8 +13,8 @@ from inputs import BF16, NAMES, STOCHASTIC, ordinary
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.pieces import FACTS
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.slicing import FACTS
 from fp4kit.recipes import RECIPES
 
 jax = pytest.importorskip("jax")

@@ -10,7 +10,7 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
 
 jax = pytest.importorskip("jax")
 jnp = importlib.import_module("jax.numpy")

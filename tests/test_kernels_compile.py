@@ -23,9 +23,9 @@ from host.cases_search import KINDS as SEARCHES
 from host.harness import Instantiation, recorded
 from inputs import BF16
 
-from fp4kit.cuda import loader, nvrtc
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.compile import loader, nvrtc
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from together import together
 
-from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch.geometry import THREADS
 
 FILES = sorted(loader.files(loader.SOURCES).values())
 README = (loader.SOURCES / "README.md").read_text()

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fp4kit import interop
-from fp4kit.cuda.geometry import Launch
-from fp4kit.libraries.torch_arrays import Stream
+from fp4kit.arrays import imports
+from fp4kit.arrays.torch_arrays import Stream
+from fp4kit.cuda.launch.geometry import Launch
 
 FIELDS = np.dtype([("a", "u8"), ("size", "i8")])
 
@@ -30,7 +30,7 @@ def log(monkeypatch):
         calls.append(("driver", function, sizes, stream, ctypes.string_at(address, FIELDS.itemsize), extra))
 
     driver = SimpleNamespace(launchKernel=by_driver, CUDADriverError=DriverError)
-    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(driver=driver)))
     return calls
 
 

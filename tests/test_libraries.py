@@ -12,9 +12,9 @@ import pytest
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.distributed import SingleProcess
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
+from fp4kit.training.communicators import SingleProcess
 
 torch = pytest.importorskip("torch")
 DTYPES = {np.dtype(np.float32): torch.float32, np.dtype(np.float16): torch.float16, BF16: torch.bfloat16}
@@ -215,10 +215,10 @@ def test_many_calls_leave_no_tensor_alive():
 
 def test_tensors_of_8_bit_floats_keep_their_dtype():
     codes = quantized(tensor(X[BF16]), "mxfp8-te").packed.view(torch.float8_e4m3fn)
-    assert fp4kit.interop.as_array(codes).dtype == ml_dtypes.float8_e4m3fn
-    from fp4kit.libraries import torch_arrays
+    assert fp4kit.arrays.imports.as_array(codes).dtype == ml_dtypes.float8_e4m3fn
+    from fp4kit.arrays import torch_arrays
 
-    assert torch_arrays.tensor_of(fp4kit.interop.as_array(codes)).dtype == torch.float8_e4m3fn
+    assert torch_arrays.tensor_of(fp4kit.arrays.imports.as_array(codes)).dtype == torch.float8_e4m3fn
 
 
 def test_to_another_library():

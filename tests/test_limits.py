@@ -9,10 +9,10 @@ from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
-from fp4kit.cuda.limits import unsupported
-from fp4kit.cuda.ways import Work, find, way_of
+from fp4kit.cuda.launch.dispatch import Work, find, way_of
+from fp4kit.cuda.launch.supported import unsupported
 from fp4kit.formats import E1M2, E2M3, E3M0, ElementFormat
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
 FAR = ElementFormat("E2M1", 2, 1, -1)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from fp4kit import interop
-from fp4kit.cuda import loader, nvrtc
+from fp4kit.arrays import imports
+from fp4kit.cuda.compile import loader, nvrtc
 
 SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"
@@ -189,7 +189,7 @@ class FakeDevice:
 def cupy(monkeypatch):
     driver = SimpleNamespace(CUDADriverError=DriverError)
     fake = SimpleNamespace(RawModule=FakeModule, cuda=SimpleNamespace(Device=FakeDevice, driver=driver))
-    monkeypatch.setattr(interop, "cupy", lambda: fake)
+    monkeypatch.setattr(imports, "cupy", lambda: fake)
 
 
 def test_a_function_is_compiled_for_its_device_once(cache, cupy):
@@ -229,7 +229,7 @@ def with_runtime(monkeypatch, count):
 def test_without_cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeError, match=r'CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'):
-        interop.cupy.__wrapped__()
+        imports.cupy.__wrapped__()
 
 
 def test_without_a_driver(monkeypatch):
@@ -238,13 +238,13 @@ def test_without_a_driver(monkeypatch):
 
     with_runtime(monkeypatch, count)
     with pytest.raises(RuntimeError, match=r"no usable CUDA driver \(cudaErrorInsufficientDriver\); install or update"):
-        interop.cupy.__wrapped__()
+        imports.cupy.__wrapped__()
 
 
 def test_without_a_device(monkeypatch):
     with_runtime(monkeypatch, lambda: 0)
     with pytest.raises(RuntimeError, match="sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES"):
-        interop.cupy.__wrapped__()
+        imports.cupy.__wrapped__()
 
 
 def test_without_nvrtc(monkeypatch):

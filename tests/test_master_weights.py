@@ -14,8 +14,8 @@ from thread_group import run_threads
 
 import fp4kit
 from fp4kit import Shard
-from fp4kit.distributed import SingleProcess
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
 NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt")

@@ -15,8 +15,8 @@ from on_gpu import REPRESENTATIVE
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import SCALE_LAYOUTS
-from fp4kit.pieces import box_of
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES
 
 F32 = np.float32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from powers import POWERS, errors
 
-from fp4kit.reference.power import PART, power
+from fp4kit.reference.pow import PART, power
 
 # Of the bits of power(errors(), p), a p after another, but for those of NaN: not this machine's alone.
 DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"

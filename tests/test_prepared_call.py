@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit import interop
-from fp4kit.call import repeat
+from fp4kit.arrays import imports
+from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
-from fp4kit.cuda import engine, geometry, launch, loader
-from fp4kit.cuda import prepared as prepared_call
-from fp4kit.cuda.geometry import Launch
-from fp4kit.cuda.traits import FINDERS
-from fp4kit.cuda.ways import ROWS
-from fp4kit.parts import packed_shape, scale_shape
+from fp4kit.cuda import engine
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.traits import FINDERS
+from fp4kit.cuda.engine import cached_calls as prepared_call
+from fp4kit.cuda.launch import geometry, matrix
+from fp4kit.cuda.launch.dispatch import ROWS
+from fp4kit.cuda.launch.geometry import Launch
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -95,9 +97,9 @@ def gpu(monkeypatch):
         moveaxis=lambda a, source, target: a,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(interop, "cupy", lambda: cupy)
+    monkeypatch.setattr(imports, "cupy", lambda: cupy)
     monkeypatch.setattr(geometry, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(repeat, "_CALLS", {})
+    monkeypatch.setattr(call_cache, "_CALLS", {})
 
     def function(source, kernel, device):
         def launched(grid, threads, arguments, stream=None):
@@ -106,7 +108,7 @@ def gpu(monkeypatch):
         return launched
 
     monkeypatch.setattr(loader, "function", function)
-    caches = [f for m in (launch,) for f in vars(m).values() if hasattr(f, "cache_clear")]
+    caches = [f for m in (matrix,) for f in vars(m).values() if hasattr(f, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
     state.log.clear()
@@ -290,7 +292,7 @@ CHANGES = {
 def key(x=None, amax="", recipe="nvfp4-te", axis=-1, layout="linear", rounding="nearest", out=""):
     x = Array(SHAPE, BF16) if x is None else x
     amax, out = (Array(()) if isinstance(amax, str) else amax), (result("nvfp4-te") if isinstance(out, str) else out)
-    found, call = repeat.find("quantize", (x, amax, out), recipe, axis, layout, rounding)
+    found, call = call_cache.find("quantize", (x, amax, out), recipe, axis, layout, rounding)
     assert call is None and found is not None
     return found
 
@@ -316,15 +318,15 @@ def test_the_current_device_changes_the_key(gpu):
     ids=["None", "list", "subclass of NumPy's", "number", "NumPy number", "text"],
 )
 def test_other_arguments_have_no_key(gpu, arrays):
-    assert repeat.find("quantize", arrays, "nvfp4-te") == (None, None)
+    assert call_cache.find("quantize", arrays, "nvfp4-te") == (None, None)
 
 
 def test_an_argument_that_cannot_be_hashed_has_no_key(gpu):
-    assert repeat.find("quantize", (Array((2, 32)),), ["nvfp4-te"]) == (None, None)
+    assert call_cache.find("quantize", (Array((2, 32)),), ["nvfp4-te"]) == (None, None)
 
 
 def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
-    monkeypatch.setattr(interop, "cupy", lambda: pytest.fail("CuPy was imported"))
+    monkeypatch.setattr(imports, "cupy", lambda: pytest.fail("CuPy was imported"))
     x = np.zeros((2, 32), np.float32)
     q = fp4kit.quantize(x, "mxfp4-ocp")
     fp4kit.quantize(x, "mxfp4-ocp", out=q)
@@ -333,20 +335,20 @@ def test_numpy_arrays_do_not_ask_for_cupy(monkeypatch):
 
 
 def test_no_more_than_so_many_are_kept(gpu):
-    for i in range(3 * repeat.MOST):
-        repeat.keep((i,), print)
-        assert (i,) in repeat._CALLS and len(repeat._CALLS) <= repeat.MOST
-    repeat.keep(None, print)
-    assert None not in repeat._CALLS
+    for i in range(3 * call_cache.MOST):
+        call_cache.keep((i,), print)
+        assert (i,) in call_cache._CALLS and len(call_cache._CALLS) <= call_cache.MOST
+    call_cache.keep(None, print)
+    assert None not in call_cache._CALLS
 
 
 def test_what_cannot_be_prepared_is_not_tried_again(monkeypatch):
     """It goes the full way, and nothing is to be kept."""
     x = np.ones((2, 3, 32), np.float32)
-    key, _ = repeat.find("quantize", (x,), "mxfp4-ocp")
+    key, _ = call_cache.find("quantize", (x,), "mxfp4-ocp")
     assert key is not None
-    monkeypatch.setitem(repeat._CALLS, key, None)
-    assert repeat.find("quantize", (x,), "mxfp4-ocp") == (None, None)
+    monkeypatch.setitem(call_cache._CALLS, key, None)
+    assert call_cache.find("quantize", (x,), "mxfp4-ocp") == (None, None)
 
 
 UNUSUAL = {
@@ -375,7 +377,7 @@ def test_an_error_is_not_kept(gpu):
     for _ in range(2):
         with pytest.raises(ValueError, match="out has dtype bfloat16; needs float16"):
             fp4kit.quantize(Array(SHAPE, np.float16), "nvfp4-te", tensor_amax=Array(()), out=out)
-    assert not repeat._CALLS
+    assert not call_cache._CALLS
 
 
 def test_threads_that_launch_do_not_mix_up_their_arguments():

@@ -13,7 +13,7 @@ from inputs import BF16, FINITE, INPUTS, NAMES, ORDINARY, STOCHASTIC, as_strided
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import padded_shape, swizzle_scales
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import ALIASES, RECIPES
 
 recipes = pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ from host.cases_patch import Patch, patches
 from host.cases_variants import E2M1_BIAS3, E3M4, ZeroPatches, of_elements, square
 from inputs import BF16
 
-from fp4kit.cuda.ways import patches as is_patched
+from fp4kit.cuda.launch.dispatch import patches as is_patched
 from fp4kit.formats import E1M2, E3M0
 from fp4kit.recipes import RECIPES
 

@@ -14,9 +14,9 @@ import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E4M3
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.implied import encodes_by_amax, encoding_scale, implied_amax
+from fp4kit.reference.implied_amax import encodes_by_amax, encoding_scale, implied_amax
 from fp4kit.reference.quantize import encode_tile
-from fp4kit.reference.scaling import ONE, TensorScale, tensor_scale
+from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
 
 names = pytest.mark.parametrize("name", NAMES)
 # Rules whose encode scale a stored decode scale does not always tell: decode = 1 / encode, or amax / max beside max / amax.

@@ -11,7 +11,7 @@ from inputs import NAMES, ORDINARY
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 
 F32 = np.float32

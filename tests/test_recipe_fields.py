@@ -11,19 +11,19 @@ from inputs import ORDINARY
 from together import together
 
 import fp4kit
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, INT4, INT8, BlockFormat, ElementFormat
 from fp4kit.recipes import RECIPES, Recipe, rules
 from fp4kit.reference import (
     block_rules,
+    block_rules_e4m3_serving,
+    block_rules_e8m0_serving,
     block_rules_gguf_mlx,
-    block_rules_powers,
-    block_rules_serving,
     block_rules_torchao,
     codec,
     dequantize,
     fake,
-    scaling,
+    tensor_rules,
 )
 from fp4kit.rounding import ROUNDINGS
 
@@ -264,11 +264,11 @@ def named(module, prefix):
 
 def test_names_of_rules_are_those_of_the_specification():
     """A function of a misspelled rule would be no error: the rule would have another one's."""
-    modules = (block_rules, block_rules_gguf_mlx, block_rules_powers, block_rules_serving, block_rules_torchao)
+    modules = (block_rules, block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
     codes, factors = (set.union(*(named(module, prefix) for module in modules)) for prefix in ("code_", "factor_"))
     assert codes == {*rules.BLOCK_RULES} - {"four_over_six"}
     assert factors < codes
-    assert named(scaling, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
+    assert named(tensor_rules, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert named(dequantize, "decode_") == {*rules.DECODE_RULES}
     assert {*fake.FAKE_RULES} == {*rules.FAKE_RULES}
     assert set(rules.ROUNDINGS) == {*ROUNDINGS, "rnw", "first"} and set(rules.SIGNS) == set(codec.SIGNS)

@@ -13,13 +13,13 @@ from fp4kit.cli.tables import RECIPE_COLUMNS, recipe_rows
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, rules
 from fp4kit.recipes.rules import ROUNDINGS
-from fp4kit.recipes.spec import from_spec, to_spec
+from fp4kit.recipes.to_string import from_spec, to_spec
 from fp4kit.recipes.versions import Versions
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import SIGNS
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
-from fp4kit.reference.scaling import TENSOR_RULES
+from fp4kit.reference.tensor_rules import TENSOR_RULES
 
 recipes = together("r", RECIPES.values(), ids=lambda r: r.id)
 FORMATS = {"nvfp4": ("E2M1", "E4M3"), "mxfp4": ("E2M1", "E8M0"), "mxfp6": ("E2M3 E3M2", "E8M0"), "mxfp8": ("E4M3 E5M2", "E8M0"),

@@ -8,7 +8,7 @@ import pytest
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 
 TARGETS = (
     "nvfp4-te",

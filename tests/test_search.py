@@ -10,13 +10,13 @@ from inputs import BF16, extreme, nonfinite, ordinary
 
 import fp4kit
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.ways import Work, find, way_of
+from fp4kit.cuda.launch.dispatch import Work, find, way_of
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1
+from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.search import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, least_by_block, search_matrix
-from fp4kit.reference.sums import sum_lanes
+from fp4kit.reference.search_factors import AUTO_ROUND_PERCENTS, AUTO_ROUND_POWERS, SEARCHES, least_by_block, search_matrix
+from fp4kit.reference.summation_order import sum_lanes
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
 FACTORED = [name for name in NAMES if RECIPES[name].search.startswith("auto_round")]  # whose candidates are multiples of the amax

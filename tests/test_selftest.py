@@ -15,12 +15,13 @@ import fp4kit
 from fp4kit.cli import main
 from fp4kit.cli import selftest as cli_selftest
 from fp4kit.cli.output import Output
-from fp4kit.evidence import fuzz, selftest
-from fp4kit.evidence import sweep as selftest_sweep
-from fp4kit.evidence.selftest import Engine, Finished, Outcome, Task, compare
-from fp4kit.evidence.sweep import ALL, NEAR, SIGN, STEP, SWEEPS, differences, runs
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.selftest import all_float32 as selftest_sweep
+from fp4kit.evidence.selftest import tasks as selftest
+from fp4kit.evidence.selftest.all_float32 import ALL, NEAR, SIGN, STEP, SWEEPS, differences, runs
+from fp4kit.evidence.selftest.tasks import Engine, Finished, Outcome, Task, compare
 from fp4kit.formats import E2M1, E4M3
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 
 NUMPY = Engine(np)

@@ -16,7 +16,7 @@ from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
 from fp4kit.recipes import RECIPES
 
 torch = pytest.importorskip("torch")

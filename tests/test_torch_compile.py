@@ -14,10 +14,10 @@ from inputs import ordinary
 from tensors import since_2_13, to_numpy, to_torch
 
 import fp4kit
+from fp4kit.arrays.imports import as_array, device_name
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.interop import as_array, device_name
-from fp4kit.pieces import FACTS
-from fp4kit.quantized import PARTS
+from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.slicing import FACTS
 from fp4kit.training.settings import FakeQuantSettings
 
 torch = pytest.importorskip("torch")

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit import interop
-from fp4kit.call import repeat
+from fp4kit.arrays import imports, torch_arrays
+from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
-from fp4kit.cuda import memory, prepared
-from fp4kit.cuda.memory import UINT8, New
-from fp4kit.cuda.ways import PATCHES, ROWS
-from fp4kit.libraries import torch_arrays
+from fp4kit.cuda.engine import buffers, cached_calls
+from fp4kit.cuda.engine.buffers import UINT8, New
+from fp4kit.cuda.launch.dispatch import PATCHES, ROWS
 
 torch = pytest.importorskip("torch")
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -29,13 +28,13 @@ def gpu(monkeypatch):
     """Tensors that say they are on CUDA, a current stream, and what is set to zero."""
     cleared = []
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
-    monkeypatch.setattr(interop, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
-    monkeypatch.setattr(repeat, "_CALLS", {})
-    memory._torch_memory.cache_clear()
+    monkeypatch.setattr(call_cache, "_CALLS", {})
+    buffers._torch_memory.cache_clear()
     yield cleared
-    memory._torch_memory.cache_clear()
+    buffers._torch_memory.cache_clear()
 
 
 def tensor(shape=SHAPE, dtype=torch.bfloat16):
@@ -64,9 +63,10 @@ class Launched:
 
 
 def quantize_call(recipe, arguments, row, column, amax):
-    launch, on = Launched((*arguments.pointers, *arguments.words)), prepared.memory_of(tensor())
-    results = (prepared.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in ((1, row), (0, column)))
-    return prepared.QuantizeCall.of(on, amax, launch, arguments, *results)
+    launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.memory_of(tensor())
+    axes = ((1, row), (0, column))
+    results = (cached_calls.Result.of(call_of(recipe, axis), axis) if wanted else None for axis, wanted in axes)
+    return cached_calls.QuantizeCall.of(on, amax, launch, arguments, *results)
 
 
 def addresses(q, prefix=""):
@@ -74,7 +74,7 @@ def addresses(q, prefix=""):
     return {prefix + name: a.data_ptr() for name, a in named.items() if a is not None}
 
 
-FOUND_BY_THE_KERNEL = prepared.Amax(None)
+FOUND_BY_THE_KERNEL = cached_calls.Amax(None)
 
 
 @pytest.mark.parametrize(("recipe", "amax"), [("mxfp4-ocp", None), ("nvfp4-te", FOUND_BY_THE_KERNEL)])
@@ -128,16 +128,16 @@ def test_columns_and_both(row):
 def test_an_amax_with_a_launch_of_its_own(gpu):
     launch = Launched(("x", "amax"))
     x = tensor()
-    call = quantize_call("nvfp4-te", ROWS, True, False, prepared.Amax(launch))
+    call = quantize_call("nvfp4-te", ROWS, True, False, cached_calls.Amax(launch))
     q = call(x, None, None)
     assert launch.only() == {"x": x.data_ptr(), "amax": q.tensor_amax.data_ptr()}
     assert gpu == [(q.tensor_amax.data_ptr(), 0, 4, STREAM)]
 
 
 def test_fake_quantize_and_dequantize():
-    x, on = tensor(), prepared.memory_of(tensor())
+    x, on = tensor(), cached_calls.memory_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
-    fake = prepared.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, New(SHAPE, BF16))
+    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, New(SHAPE, BF16))
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())
@@ -146,21 +146,21 @@ def test_fake_quantize_and_dequantize():
     decode = Launched(("packed", "scales", "values", "tensor_scale", "tensor_amax"))
     out = tensor()
     for target in (None, out):
-        values = prepared.DequantizeCall(on, decode, on.maker([New(SHAPE, BF16)]))(q, target)
+        values = cached_calls.DequantizeCall(on, decode, on.maker([New(SHAPE, BF16)]))(q, target)
         assert target is None or values is out
         assert decode.only() == addresses(q) | {"values": values.data_ptr(), "tensor_amax": q.tensor_amax.data_ptr()}
 
 
 def test_moves():
-    on = prepared.memory_of(tensor())
+    on = cached_calls.memory_of(tensor())
     q = quantize_call("nvfp4-te", ROWS, True, False, FOUND_BY_THE_KERNEL)(tensor(), None, None)
     scales, codes = New((128, 16), UINT8), New((256, 32), UINT8)
     move = Launched(("in", "out"))
-    swizzled = prepared.MoveCall(on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"})(q)
+    swizzled = cached_calls.MoveCall(on, move, ("block_scale",), on.maker([scales]), {"scale_layout": "swizzled_128x4"})(q)
     assert move.only() == {"in": q.block_scale.data_ptr(), "out": swizzled.block_scale.data_ptr()}
     assert swizzled.packed is q.packed and swizzled.scale_layout == "swizzled_128x4" and q.scale_layout == "linear"
     move = Launched(("codes", "scales", "codes_out", "scales_out"))
-    turned = prepared.MoveCall(on, move, ("packed", "block_scale"), on.maker([codes, scales]), {"axis": 0})(q)
+    turned = cached_calls.MoveCall(on, move, ("packed", "block_scale"), on.maker([codes, scales]), {"axis": 0})(q)
     outs = {"codes_out": turned.packed.data_ptr(), "scales_out": turned.block_scale.data_ptr()}
     assert move.only() == {"codes": q.packed.data_ptr(), "scales": q.block_scale.data_ptr()} | outs
     assert turned.axis == 0 and turned.tensor_scale is q.tensor_scale
@@ -170,7 +170,7 @@ def test_moves():
 
 
 def key(x, amax=None, out=None):
-    found, call = repeat.find("quantize", (x, amax, out), "nvfp4-te", -1)
+    found, call = call_cache.find("quantize", (x, amax, out), "nvfp4-te", -1)
     assert call is None
     return found
 

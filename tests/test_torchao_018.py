@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.evidence.check import check_recipe
+from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import encode
 from fp4kit.rounding import exponent_field

@@ -13,7 +13,7 @@ from together import together
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BLOCK_FORMATS, E2M1, ELEMENT_FORMATS, ElementFormat
-from fp4kit.quantized import assembled
+from fp4kit.quantized.container import assembled
 from fp4kit.recipes import RECIPES
 
 PICKLES = {f"protocol {p}": lambda a, p=p: pickle.loads(pickle.dumps(a, p)) for p in range(2, 6)}

@@ -13,8 +13,8 @@ import pytest
 from inputs import BF16
 
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import geometry
-from fp4kit.cuda.ways import TABLE_LEAST, Work, way_of
+from fp4kit.cuda.launch import geometry
+from fp4kit.cuda.launch.dispatch import TABLE_LEAST, Work, way_of
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 

@@ -133,7 +133,7 @@ ENGINE = """
 import sys
 sys.path[:0] = {folders!r}
 import fp4kit, numpy as np
-from fp4kit.cpu.native import library
+from fp4kit.cpu.library import library
 print(fp4kit.__file__)
 x = np.random.default_rng(0).standard_normal((64, 256), np.float32)
 for name in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt-channel"):
@@ -153,10 +153,10 @@ def test_without_a_compiler_the_specification_is_the_engine(installed):
 @pytest.mark.exhaustive
 def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
     """It holds what the compiler needs, and the wheel that is built of it what the engine is checked against."""
-    libraries = files_of(compiled_wheel) - files_of(wheel)
+    arrays = files_of(compiled_wheel) - files_of(wheel)
     assert files_of(wheel) < files_of(compiled_wheel)
-    assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}
-    assert all(name.endswith((".so", ".dylib")) for name in libraries)
+    assert {name.partition(".")[0] for name in arrays} >= {"fp4kit/cpu/_base"}
+    assert all(name.endswith((".so", ".dylib")) for name in arrays)
     status, output, errors = run(installation(compiled_wheel), command=ENGINE)
     assert status == 0, errors
     assert re.fullmatch(r"cpu-(\w+)\n\1\n", output)

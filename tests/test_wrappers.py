@@ -14,8 +14,8 @@ from inputs import BF16, ordinary
 from tensors import to_numpy, to_torch
 
 import fp4kit
-from fp4kit.evidence.check import cases
-from fp4kit.evidence.rows import ROWS
+from fp4kit.evidence.golden.check import cases
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.settings import FakeQuantSettings
 

@@ -9,8 +9,8 @@ import pytest
 from together import together
 
 import fp4kit
-from fp4kit.cpu import native
-from fp4kit.distributed import SingleProcess, _check_gather
+from fp4kit.cpu import library
+from fp4kit.training.communicators import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)
 Q = fp4kit.quantize(X, "nvfp4-te-2d")
@@ -54,7 +54,7 @@ NOT_CALLED |= {"MasterWeightsPlan", "threads"}  # what cast_master_weights makes
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(native, "_default", [1])  # what set_num_threads sets
+    monkeypatch.setattr(library, "_default", [1])  # what set_num_threads sets
     fp4kit.save("w.safetensors", {"w": Q})
 
 

@@ -4,8 +4,8 @@
 
 Each FILE is a producer's outputs, original (`te.npz`; `inputs.npz`: what they were computed from) or packed. It becomes
 DIRECTORY/<name of FILE>; if that exists, the arrays of FILE are added to it. --replace lets arrays of FILE replace others of
-the same key; without it, an array that differs is an error. fp4kit/evidence/packed.py describes the packed form. Files that
-are stored as differences to a replaced array are packed again. The result is read back and compared before the program ends.
+the same key; without it, an array that differs is an error. fp4kit/evidence/golden/packed.py describes the packed form. Files
+that are stored as differences to a replaced array are packed again. The result is read back and compared before the program ends.
 The same arrays give the same bytes, with the same version of liblzma.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fp4kit.evidence.golden import RECORDED, GoldenSet
-from fp4kit.evidence.packed import BASES, INDEX, references
+from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
+from fp4kit.evidence.golden.packed import BASES, INDEX, references
 
 # The table of rcp.approx is data of the package, fp4kit/reference/rcp_approx_sm90.npz: the reference computes with it.
 EXCLUDED = ("rcp_approx_sm90",)

@@ -11,8 +11,8 @@ from typing import Any
 
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.tables import FAMILY_COLUMNS, RECIPE_COLUMNS, family_rows, grouped_recipe_rows, markdown
-from fp4kit.cpu.keys import COVERAGE_COLUMNS, uncovered_rows
-from fp4kit.evidence.agreement import COLUMNS, agreement_rows
+from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
+from fp4kit.evidence.golden.agreement import COLUMNS, agreement_rows
 from fp4kit.evidence.live.report import exceptions
 from fp4kit.evidence.live.run import adapters
 from fp4kit.recipes import RECIPES

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
 from fp4kit.arithmetic import ieee
-from fp4kit.call.outline import Outline
+from fp4kit.arrays import imports
+from fp4kit.call.abstract_array import Outline
 from fp4kit.formats import E8M0, FLOATS
-from fp4kit.parts import fitting_shape, in_order, scale_shape
+from fp4kit.quantized.part_shapes import fitting_shape, in_order, scale_shape
 from fp4kit.recipes import Recipe
 
 
@@ -47,13 +47,13 @@ def given_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
         return None
     if recipe.tensor_scaling == "none":
         raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
-    if on_device and isinstance(given, interop.cupy().ndarray):
+    if on_device and isinstance(given, imports.cupy().ndarray):
         if given.dtype != np.float32:
             raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32 on a device")
         amax = reshape_amax(op, given, moved_shape, recipe)
         return amax if amax.flags.c_contiguous else amax.copy()
     checked = check_tensor_amax(op, given, moved_shape, recipe)
-    return interop.to_device(checked) if on_device else checked
+    return imports.to_device(checked) if on_device else checked
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
@@ -136,7 +136,7 @@ def given_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         raise ValueError(f"{op}: block_amax was given, but {recipe.id} takes it from x; leave it out or use a static recipe")
     wanted = scale_shape(moved_shape, recipe)
     if on_device:
-        if not isinstance(given, interop.cupy().ndarray) or given.dtype != np.float32 or not in_order(given.shape, wanted):
+        if not isinstance(given, imports.cupy().ndarray) or given.dtype != np.float32 or not in_order(given.shape, wanted):
             raise ValueError(f"{op}: block_amax needs a float32 CuPy array of shape {wanted}, as x is on a GPU")
         return given.reshape(wanted)
     amax = as_real(op, "block_amax", given)

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import library_of
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.apart import check_apart, overlaps_itself
-from fp4kit.call.check import check_is_quantized
-from fp4kit.interop import import_arrays
+from fp4kit.call.checks import check_is_quantized
+from fp4kit.call.memory_overlap import check_apart, overlaps_itself
 from fp4kit.layouts import padded_shape
-from fp4kit.libraries import library_of
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 ALIGNMENT = 16  # bytes: what a kernel stores at a time
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_index, is_one_of
-from fp4kit.call import check
+from fp4kit.arrays.imports import import_arrays, is_array
+from fp4kit.call import checks
+from fp4kit.call.abstract_array import Outline
 from fp4kit.call.amaxes import given_block_amax, given_tensor_amax
-from fp4kit.call.outline import Outline
+from fp4kit.call.given_scales import check_complete, given_block_scale, given_tensor_scale
 from fp4kit.call.outputs import check_quantized_out, import_out
-from fp4kit.call.scales import check_complete, given_block_scale, given_tensor_scale
-from fp4kit.interop import import_arrays, is_array
 from fp4kit.layouts import check_layout
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
@@ -85,9 +85,9 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **given: Any) -
     arrays = {name: a for name, a in given.items() if is_array(a)}
     x, *imported = (x,) if isinstance(x, Outline) else import_arrays(op, x=x, **arrays)
     given |= dict(zip(arrays, imported, strict=True))
-    check.check_float(op, x)
-    axis = check.check_axis(op, axis, x.ndim)
-    check.check_length(op, axis, x.shape[axis], r)
+    checks.check_float(op, x)
+    axis = checks.check_axis(op, axis, x.ndim)
+    checks.check_length(op, axis, x.shape[axis], r)
     return Call(op, x, r, axis, _last(x, axis)), given
 
 
@@ -151,7 +151,7 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
     """A call with a gradient of the shape of x, and the amax that it is clipped at, as it was given."""
     call, given = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (given["grad"],) if isinstance(given["grad"], type(call.x)) else import_arrays(op, grad=grad)
-    check.check_float(op, grad, "grad")
+    checks.check_float(op, grad, "grad")
     if grad.shape != call.x.shape:
         raise ValueError(f"{op}: grad has shape {grad.shape}; needs that of x, {call.x.shape}")
     return call._replace(grad=grad), given["amax"]
@@ -159,8 +159,8 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 
 def columnwise(call: Call, options: Options) -> Call:
     """The call of quantize_both for its columns: axis -2, with options of its own. What covers the tensor serves both."""
-    axis = check.check_axis(call.op, -2, call.x.ndim)
-    check.check_length(call.op, axis, call.x.shape[axis], call.recipe)
+    axis = checks.check_axis(call.op, -2, call.x.ndim)
+    checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
     return with_options(call._replace(axis=axis, moved=_last(call.x, axis)), options)
 
 
@@ -179,7 +179,7 @@ def with_options(call: Call, options: Options) -> Call:
 
 def check_codes(call: Call, layout: str) -> None:
     """The recipe must have codes, and x what the scale layout needs."""
-    check.check_has_codes(call.op, call.recipe)
+    checks.check_has_codes(call.op, call.recipe)
     check_layout(call.op, layout)
     if layout != "linear" and call.x.ndim < 2:
         raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")

@@ -9,7 +9,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.call.amaxes import as_real, has_given_powers
-from fp4kit.call.check import check_has_codes
+from fp4kit.call.checks import check_has_codes
 from fp4kit.call.parse import Call, array_call, with_amaxes
 from fp4kit.formats import E8M0
 from fp4kit.recipes import Recipe, recipe_of

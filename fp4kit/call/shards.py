@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arguments import as_index, as_shape
-from fp4kit.call import check
+from fp4kit.call import checks
 from fp4kit.recipes import Recipe
 
 
@@ -17,8 +17,8 @@ def check_castable(op: str, r: Recipe) -> None:
 
 def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple[int, int]:
     """(M, K), if the shard is a slice of such a matrix, and the recipe one that shards can be quantized with."""
-    check.check_float(op, shard, "shard")
-    check.check_has_codes(op, r)
+    checks.check_float(op, shard, "shard")
+    checks.check_has_codes(op, r)
     if shard.ndim != 1:
         raise ValueError(f"{op}: shard is {shard.ndim}-d; needs the 1-d slice of the flattened matrix; use shard.reshape(-1)")
     shape = as_shape(op, shape)
@@ -27,7 +27,7 @@ def check_shard(op: str, shard: Any, shape: Any, start: Any, r: Recipe) -> tuple
     if r.block is None or r.tensor_scaling not in ("none", "tensor"):
         raise ValueError(f"{op}: {r.id} has no blocks under one tensor scale; needs a recipe such as nvfp4-te-2d")
     M, K = shape
-    check.check_length(op, 1, K, r)
+    checks.check_length(op, 1, K, r)
     start = as_index(op, "start", start)
     if start < 0 or start + len(shard) > M * K:
         raise ValueError(f"{op}: elements [{start}, {start + len(shard)}) of a matrix of {M * K}; needs a slice inside it")

@@ -6,8 +6,8 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from fp4kit.checkpoint.compare import CheckpointComparison, LayerDifference, compare_checkpoints
-from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path

@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint import scale_search, staging
-from fp4kit.checkpoint.convert import (
-    ConversionReport,
+from fp4kit.checkpoint.containers.configs import ALL_FORMATS
+from fp4kit.checkpoint.convert.convert import (
+    ConversionReport,  # fmt: skip
     Options,
     bytes_to_read,
     bytes_to_write,
@@ -20,16 +20,17 @@ from fp4kit.checkpoint.convert import (
     execute,
     finished_before,
     memory_per_process,
-)  # fmt: skip
-from fp4kit.checkpoint.demo import demo_source
-from fp4kit.checkpoint.execution import cluster
-from fp4kit.checkpoint.formats.configs import ALL_FORMATS
-from fp4kit.checkpoint.job import NONFINITE
-from fp4kit.checkpoint.leftovers import leftovers_of, remove_leftovers
-from fp4kit.checkpoint.plan import Plan, make_plan
-from fp4kit.checkpoint.scale_search import Losses, ScaleSearch
-from fp4kit.checkpoint.selection import PRESETS, Wishes
-from fp4kit.checkpoint.statistics import sqnr_db
+)
+from fp4kit.checkpoint.convert.demo import demo_source
+from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.plan import scale_search
+from fp4kit.checkpoint.plan.job import NONFINITE
+from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.executors import cluster
+from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
+from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text

@@ -11,8 +11,9 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
-from fp4kit.evidence import fuzz, fuzz_processes
-from fp4kit.evidence.fuzz_cases import OPERATIONS, Pool
+from fp4kit.evidence.fuzz import parallel
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
 _SHOWN = 20  # reasons why calls were refused or declined
@@ -87,8 +88,8 @@ def _run(args: argparse.Namespace, engine: fuzz.Engine | None, device: str, pool
 
         if args.processes == 1:
             return fuzz.run(engine, args.seconds, args.seed, cases=args.cases, pool=pool, progress=progress)
-        work = fuzz_processes.Work(args.seconds, args.cases, pool, 10.0, device or None)
-        return fuzz_processes.run(work, args.seed, args.processes, progress)
+        work = parallel.Work(args.seconds, args.cases, pool, 10.0, device or None)
+        return parallel.run(work, args.seed, args.processes, progress)
 
 
 def _print(out: Output, report: fuzz.Report, options: str) -> None:

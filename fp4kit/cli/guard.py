@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.run import staging
 from fp4kit.cli.output import OutputError, Stopped, say, write
 from fp4kit.storage.errors import shown
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fp4kit.checkpoint.identify import CheckpointVerdict
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.identify.identify import CheckpointVerdict
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path

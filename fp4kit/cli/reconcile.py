@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.reconcile import Reconciliation, reconcile
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.reconcile import Reconciliation, reconcile
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.storage.errors import CheckpointError, shown

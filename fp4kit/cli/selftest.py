@@ -11,12 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fp4kit import __version__, interop
+from fp4kit import __version__
+from fp4kit.arrays import imports
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
-from fp4kit.cuda import loader
-from fp4kit.evidence import fuzz, selftest
-from fp4kit.evidence.golden import GoldenSet
+from fp4kit.cuda.compile import loader
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.golden.golden_set import GoldenSet
+from fp4kit.evidence.selftest import tasks as selftest
 
 _SHOWN = 20  # differences, and reasons why something was left out
 
@@ -46,7 +48,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         out.verbatim(f"{name}, fp4kit {__version__}")
         return report(engine, golden, args.quick, out)
     try:
-        cupy = interop.cupy()
+        cupy = imports.cupy()
         compiler = ".".join(map(str, loader.compiler_version()))
     except RuntimeError as error:
         raise OSError(str(error)) from error

@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.convert import Options
-from fp4kit.checkpoint.execution import cluster
-from fp4kit.checkpoint.report_html import write_report
-from fp4kit.checkpoint.scale_search import RECORDED, ScaleSearch
-from fp4kit.checkpoint.soundness import grouped
-from fp4kit.checkpoint.verify import LayerReport, Verification, VerifyReport, execute, prepare
+from fp4kit.checkpoint.convert.convert import Options
+from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
+from fp4kit.checkpoint.run.executors import cluster
+from fp4kit.checkpoint.verify.integrity import grouped
+from fp4kit.checkpoint.verify.report_html import write_report
+from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.convert import add_scale_search, add_workers, devices_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.cpu import memory
-from fp4kit.cpu.memory import address
-from fp4kit.libraries import jax_arrays, torch_arrays
+from fp4kit.arrays import jax_arrays, torch_arrays
+from fp4kit.cpu import buffers
+from fp4kit.cpu.buffers import address
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -22,7 +22,7 @@ class ArrayAccess(NamedTuple):
 
     address(array): the address of its first element; None for None.
     maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's. reused:
-        the memory of a large array, once freed, serves the next one (see cpu/memory.py).
+        the memory of a large array, once freed, serves the next one (see cpu/buffers.py).
     is_float32(array): whether it is a contiguous, aligned float32 array, which the C library can read in place.
     to_bytes(array): its elements in row-major order.
     move_last(array, axis): a view whose last axis is moved to `axis`.
@@ -58,7 +58,7 @@ def _is_float32(a: np.ndarray) -> bool:
 
 
 def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
-    return partial(memory.empty if reused else np.empty, shape, dtype)
+    return partial(buffers.empty if reused else np.empty, shape, dtype)
 
 
 def _move_last(a: Any, axis: int) -> Any:
@@ -76,8 +76,8 @@ def _torch() -> ArrayAccess:
         return None if a is None else pointer(a)
 
     def maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
-        if reused and prod(shape) * dtype.itemsize >= memory.LEAST:
-            return lambda: torch_arrays.tensor_of(memory.empty(shape, dtype))
+        if reused and prod(shape) * dtype.itemsize >= buffers.LEAST:
+            return lambda: torch_arrays.tensor_of(buffers.empty(shape, dtype))
         return torch_arrays.maker(torch_arrays.host_device(), shape, dtype, False)
 
     def is_float32(a: Any) -> bool:

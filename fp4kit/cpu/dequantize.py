@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu.keys import decode_key
-from fp4kit.cpu.matrix import INPUTS, UNIT, Shape, blocks_of, bytes_of
-from fp4kit.cpu.memory import address
-from fp4kit.cpu.native import DecodeCall, functions, threads_for
-from fp4kit.quantized import Quantized
+from fp4kit.cpu.buffers import address
+from fp4kit.cpu.coverage import decode_key
+from fp4kit.cpu.encode import INPUTS, UNIT, Shape, blocks_of, bytes_of
+from fp4kit.cpu.library import DecodeCall, functions, threads_for
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference import dequantize as specification
-from fp4kit.reference.implied import stored_tensor_scale
-from fp4kit.reference.scaling import TensorScale
+from fp4kit.reference.implied_amax import stored_tensor_scale
+from fp4kit.reference.tensor_rules import TensorScale
 
 TABLES_FROM = 256  # blocks of a matrix, as many as scales have codes: then tables of all scales cost less than one a block
 

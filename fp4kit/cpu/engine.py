@@ -14,20 +14,20 @@ import numpy as np
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import Search
+from fp4kit.cpu import coverage, encode, partial
 from fp4kit.cpu import dequantize as decoding
-from fp4kit.cpu import keys, matrix, partial
 from fp4kit.cpu import search_scales as searching
-from fp4kit.cpu.native import functions
-from fp4kit.quantized import Quantized
+from fp4kit.cpu.library import functions
+from fp4kit.host import engine as reference
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import faking
-from fp4kit.reference import engine as reference
-from fp4kit.reference.stack import stack
+from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """reference.engine.compute_tensor_amax."""
-    found = [matrix.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
+    found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
         return reference.compute_tensor_amax(moved, r, mask)
@@ -38,14 +38,14 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
 
 PIECE = 1 << 22  # elements of x that have codes at a time where only their values are wanted
 _MATRICES = reference.Matrices(
-    tensor_amax, matrix.quantize_matrix, matrix.encode_matrix, decoding.dequantize_matrix, searching.search_matrix,
+    tensor_amax, encode.quantize_matrix, encode.encode_matrix, decoding.dequantize_matrix, searching.search_matrix,
     searching.searched,
 )  # fmt: skip
 
 
 def quantize(call: Call) -> Quantized:
     """reference.engine.quantize."""
-    _check(call, None if keys.not_searched(call.recipe) or not call.recipe.search else 0)
+    _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _MATRICES)
 
 
@@ -62,16 +62,17 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 def _check(call: Call, few: int | None = None) -> None:
     """few: elements below which it declines; those of keys.FEW by default. That comes first: what is done in vain takes time."""
-    if call.x.size < (keys.FEW[call.recipe.tensor_scaling] if few is None else few) or call.moved.shape[-1] < keys.FEW_COLUMNS:
+    least = coverage.FEW[call.recipe.tensor_scaling] if few is None else few
+    if call.x.size < least or call.moved.shape[-1] < coverage.FEW_COLUMNS:
         raise Declined("the specification is as quick with so few elements")
-    matrix.kernels_of(call.recipe)
-    matrix.check_array(call.x)
+    encode.kernels_of(call.recipe)
+    encode.check_array(call.x)
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """reference.engine.dequantize."""
     decoding.decoder_of(q.recipe, dtype)
-    if q.packed.size < keys.FEW_VALUES:
+    if q.packed.size < coverage.FEW_VALUES:
         raise Declined("the specification is as quick with so few values")
     return reference.dequantize(q, dtype, out, _MATRICES)
 
@@ -80,13 +81,13 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
     """reference.engine.requantize."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
-    matrix.kernels_of(target)
+    encode.kernels_of(target)
     return reference.requantize(q, target, _MATRICES)
 
 
 def fake_quantize(call: Call) -> np.ndarray:
     """reference.engine.fake_quantize, some MB of elements at a time."""
-    if (reason := keys.not_faked(call.recipe)) is not None:
+    if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     call = call._replace(recipe=faking(call.recipe))
@@ -128,13 +129,13 @@ def _cut(call: Call, index: Any) -> Call:
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     """reference.engine.transpose."""
     functions()
-    return reference.transpose(packed, scales, q, matrix.transpose_codes)
+    return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
     """reference.engine.partial_amax."""
-    matrix.kernels_of(r)
-    matrix.check_array(shard)
+    encode.kernels_of(r)
+    encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
 
 
@@ -142,20 +143,20 @@ def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
     """reference.engine.partial_cast."""
-    matrix.kernels_of(r)
-    matrix.check_array(shard)
+    encode.kernels_of(r)
+    encode.check_array(shard)
     reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
 
 
 def amax(call: Call) -> np.ndarray:
     """reference.engine.amax."""
-    _check(call, keys.FEW_AMAX)
+    _check(call, coverage.FEW_AMAX)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the specification has the amax of what has no blocks")
     matrices = stack(call.moved, call.recipe)
     *lead, K = call.moved.shape
     height, width = call.recipe.block
-    out = [matrix.block_amax(part, call.recipe) for part in matrices]
+    out = [encode.block_amax(part, call.recipe) for part in matrices]
     return np.stack(out).reshape((*lead[:-1], -(-lead[-1] // height), K // width) if lead else (K // width,))
 
 
@@ -164,8 +165,8 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     functions()
     if axis is not None or not x.size:
         raise Declined("the specification reduces along axes")
-    matrix.check_array(x)
-    found = matrix.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
+    encode.check_array(x)
+    found = encode.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
 
 
@@ -175,7 +176,7 @@ def search_scales(search: Search) -> np.ndarray:
     if not search.is_swept:
         raise Declined("the specification has searches of powers of two and of amaxes")
     searching.rule_of(search.call.recipe, search.terms.offsets)
-    matrix.check_array(search.call.x)
+    encode.check_array(search.call.x)
     return reference.search_scales(search, _MATRICES)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.keys import decode_key, element_key, rule_key, tensor_key, top_rule
-from fp4kit.cuda.traits import decode_rule, format_struct, then_encodes
+from fp4kit.cpu.coverage import decode_key, element_key, rule_key, tensor_key, top_rule
+from fp4kit.cuda.compile.traits import decode_rule, format_struct, then_encodes
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
 from fp4kit.recipes.schema import decoding, faking

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.cpu import matrix
+from fp4kit.cpu import encode
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial as specification
 from fp4kit.reference.quantize import Options
@@ -40,7 +40,7 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
         rows = slice(cut.row // r.block_rows, -(-(cut.row + cut.rows) // r.block_rows))
-        out[rows] = matrix.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
+        out[rows] = encode.block_amax(shard[cut.first : cut.last].reshape(cut.rows, shape[1]), r)
     if cut.last < len(shard):
         rest = specification.partial_amax(shard[cut.last :], shape, start + cut.last, r)
         first = (start + cut.last) // shape[1] // r.block_rows
@@ -66,6 +66,6 @@ def partial_cast(
     if cut.rows:
         x = shard[cut.first : cut.last].reshape(cut.rows, shape[1])
         blocks = amax[cut.row // recipe.block_rows : -(-(cut.row + cut.rows) // recipe.block_rows)]
-        matrix.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, Options(blocks))
+        encode.quantize_matrix(x, recipe, tensor_amax, out[cut.row : cut.row + cut.rows], None, Options(blocks))
     if cut.last < len(shard):
         specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, recipe, tensor_amax)

@@ -10,13 +10,13 @@ import numpy as np
 
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import RUN, Search, Terms
-from fp4kit.cpu import multiples
-from fp4kit.cpu.keys import not_searched, rule_key
-from fp4kit.cpu.matrix import INPUTS, Shape, source
-from fp4kit.cpu.memory import address
-from fp4kit.cpu.native import SearchCall, functions, threads_for
+from fp4kit.cpu import search_factors
+from fp4kit.cpu.buffers import address
+from fp4kit.cpu.coverage import not_searched, rule_key
+from fp4kit.cpu.encode import INPUTS, Shape, source
+from fp4kit.cpu.library import SearchCall, functions, threads_for
 from fp4kit.recipes import Recipe
-from fp4kit.reference import search as searches
+from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
@@ -57,7 +57,7 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
         return searches.searched(call, amax)
     by: Callable[..., None] = partial(search_matrix, search=Search(call))
     if multiplied:
-        by = partial(multiples.search_matrix, recipe=r, hadamard=call.mask)
+        by = partial(search_factors.search_matrix, recipe=r, hadamard=call.mask)
     return call._replace(block_amax=searches.chosen_amaxes(call, amax, by))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fp4kit.display.panel import Panel, share
 from fp4kit.display.statistics import Statistics, by_exponent, statistics
-from fp4kit.quantized import PARTS, Quantized
+from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:

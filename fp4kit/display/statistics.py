@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arrays.imports import import_arrays
 from fp4kit.formats import ElementFormat
-from fp4kit.interop import import_arrays
 from fp4kit.layouts import unswizzle_scales
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
 CHUNK_BYTES = 1 << 20  # of codes at a time: with bincount's copy as int64, 9 MiB

@@ -12,7 +12,7 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 from fp4kit.ops.engines import specification
-from fp4kit.quantized import FACTS, PARTS, Quantized
+from fp4kit.quantized.container import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E2M1, bit_patterns
-from fp4kit.quantized import PARTS, Quantized
+from fp4kit.quantized.container import PARTS, Quantized
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:

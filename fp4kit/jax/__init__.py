@@ -12,8 +12,8 @@ import jax
 from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import fake_quantize
 from fp4kit.jax.groups import fake_quantize_grouped
-from fp4kit.pieces import flatten, unflatten
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import flatten, unflatten
 
 __all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "quantize"]
 

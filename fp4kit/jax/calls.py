@@ -18,10 +18,10 @@ import jax
 import numpy as np
 
 import fp4kit
-from fp4kit.call.outline import Outline
+from fp4kit.call.abstract_array import Outline
 from fp4kit.jax import ffi
-from fp4kit.quantized import Quantized
-from fp4kit.recipes.spec import from_spec, to_spec
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes.to_string import from_spec, to_spec
 
 Array = Any
 Shapes = Sequence[jax.ShapeDtypeStruct]

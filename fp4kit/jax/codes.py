@@ -8,14 +8,14 @@ import jax
 
 import fp4kit
 from fp4kit.arguments import as_index
-from fp4kit.call import check
+from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call import checks
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Options, quantize_call
 from fp4kit.jax.calls import is_traced, outline, traced
 from fp4kit.jax.functions import as_jax, check_seed
-from fp4kit.libraries import numpy_dtype
-from fp4kit.pieces import unflatten
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
@@ -72,9 +72,9 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     >>> jax.jit(dequantize)(q)[0, :2].tolist()
     [0.5, -4.0]
     """
-    check.check_is_quantized("dequantize", q)
+    checks.check_is_quantized("dequantize", q)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    check.check_values_dtype("dequantize", wanted)
+    checks.check_values_dtype("dequantize", wanted)
     if is_traced(q):
         return traced("dequantize", [jax.ShapeDtypeStruct(q.shape, wanted)], q=q, dtype=wanted.name)[0]
     values: Any = fp4kit.dequantize(q, wanted)

@@ -15,8 +15,8 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from fp4kit import interop
-from fp4kit.libraries.torch_arrays import Stream, cupy_stream
+from fp4kit.arrays import imports
+from fp4kit.arrays.torch_arrays import Stream, cupy_stream
 
 TARGET = "fp4kit_call"
 MAJOR = 0  # XLA_FFI_API_MAJOR
@@ -91,7 +91,7 @@ def host_array(buffer: Any) -> np.ndarray:
 
 def device_array(buffer: Any) -> Any:
     """A CuPy array on a buffer of the current device."""
-    cupy, shape, dtype = interop.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
+    cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not count:
         return cupy.empty(shape, dtype)
@@ -113,7 +113,7 @@ def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
     """On the program's stream, whose device is current here; what is allocated meanwhile is reused in its order."""
-    cupy, found = interop.cupy(), _StreamArguments(context=frame.context)
+    cupy, found = imports.cupy(), _StreamArguments(context=frame.context)
     error = _api_call(frame, _STREAM_GET, found)
     if error:
         raise RuntimeError("fp4kit.jax: XLA gives no stream")

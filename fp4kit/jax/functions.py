@@ -10,7 +10,7 @@ import numpy as np
 
 import fp4kit
 from fp4kit.arguments import as_flag, as_index
-from fp4kit.call import check
+from fp4kit.call import checks
 from fp4kit.call.parse import Options, backward_call, fake_call
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
@@ -84,10 +84,10 @@ def fake_quantize(
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
     """An array of JAX or NumPy as one of JAX, which must not round it. Raises TypeError for anything else."""
     if isinstance(x, np.ndarray):
-        check.check_float(op, x, name)
+        checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
-        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other libraries")
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other arrays")
     return x
 
 

@@ -9,7 +9,7 @@ import jax
 
 import fp4kit
 from fp4kit.arguments import as_entries
-from fp4kit.call.each import each
+from fp4kit.call.grouped_errors import each
 from fp4kit.jax.calls import is_traced, like, traced
 from fp4kit.jax.functions import Amaxes, How, as_jax, check_fake, how_of, seed_of
 from fp4kit.ops.grouped_plan import check_stack, per_tensor

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_index, index_of
-from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import comes_home
 
 _NO_AXIS = "pad: x is 0-d; needs at least one axis; use x.reshape(1)"
 

@@ -7,10 +7,10 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.call import check
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import comes_home
+from fp4kit.call import checks
 from fp4kit.call.parse import array_call
-from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
 from fp4kit.types import ArrayT, RecipeId
@@ -45,7 +45,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
     """
     if recipe is None:
         (x,) = import_arrays("amax", x=x)
-        check.check_float("amax", x)
-        return run("amax", "plain_amax", x, x, check.check_axes("amax", axis, x.ndim))
+        checks.check_float("amax", x)
+        return run("amax", "plain_amax", x, x, checks.check_axes("amax", axis, x.ndim))
     call, _ = array_call("amax", x, recipe, -1 if axis is None else axis)
     return run("amax", "amax", call.x, call)

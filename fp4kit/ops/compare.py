@@ -12,15 +12,15 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import import_arrays
 from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
-from fp4kit.interop import import_arrays
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare_values import Reader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
-from fp4kit.pieces import box_of
-from fp4kit.pieces import on_host as quantized_on_host
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import box_of
+from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # differing, compared
 _NOWHERE = 1 << 12  # in steps from zero: beyond every format

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, overload
 
-from fp4kit.call import check
-from fp4kit.call.apart import check_apart, is_apart
+from fp4kit.arrays.returns import comes_home, numpy_dtype, written
+from fp4kit.call import checks
+from fp4kit.call.call_cache import find, keep
+from fp4kit.call.memory_overlap import check_apart, is_apart
 from fp4kit.call.outputs import check_values_out, import_out
-from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home, numpy_dtype, written
 from fp4kit.ops.engines import prepared_by, run, with_threads
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.types import ArrayT
 
 
@@ -26,7 +26,7 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
     q: Quantized, any scale layout; on a GPU the result is a CuPy array. The values follow q.tensor_scale. A rule that reads the
         amax (TE's, compressed-tensors', Model-Optimizer's for integers) takes q.tensor_amax where the recipe makes exactly
-        q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied.py). Where no amax gives it, an
+        q.tensor_scale of it, else the amax that q.tensor_scale implies (reference/implied_amax.py). Where no amax gives it, an
         arbitrary number of a checkpoint, value = decode(code) * (block_scale * tensor_scale).
     dtype: float32, float16 or bfloat16; None for that of the original array.
     out: array of q.shape and dtype to write to, which shares no memory with q.
@@ -52,9 +52,9 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
     """The full way, which leaves a prepared call under the key."""
     like = q
-    q, out = check.check_quantized("dequantize", q), import_out("dequantize", out)
+    q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     wanted = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)
-    check.check_values_dtype("dequantize", wanted)
+    checks.check_values_dtype("dequantize", wanted)
     check_values_out("dequantize", out, q.shape, wanted, q.packed)
     if out is not None:
         check_apart("dequantize", {f"q.{name}": part for name, part in q.parts().items()}, {"out": out})

@@ -10,16 +10,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from fp4kit import interop
 from fp4kit.arithmetic import default_environment, is_ieee
+from fp4kit.arrays import imports
+from fp4kit.call.call_cache import by_specification
 from fp4kit.call.parse import Call, Declined
-from fp4kit.call.repeat import by_specification
+from fp4kit.cpu import cached_calls as cpu_prepared
 from fp4kit.cpu import engine as cpu
-from fp4kit.cpu import prepared as cpu_prepared
-from fp4kit.cpu.native import library, taking
+from fp4kit.cpu.library import library, taking
 from fp4kit.cuda import engine as cuda
-from fp4kit.cuda import prepared as cuda_prepared
-from fp4kit.reference import engine as reference
+from fp4kit.cuda.engine import cached_calls as cuda_prepared
+from fp4kit.host import engine as reference
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,8 +42,8 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if "torch._dynamo" in modules and interop.is_traced():
-            return interop.untraced(call, *args, **kwargs)
+        if "torch._dynamo" in modules and imports.is_traced():
+            return imports.untraced(call, *args, **kwargs)
         count: Any = kwargs.get("threads")
         if count is None:
             return function(*args, **kwargs)

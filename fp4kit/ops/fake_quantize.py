@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
 from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.arrays import imports
+from fp4kit.arrays.returns import comes_home, library_of
 from fp4kit.call.amaxes import check_clip_amax
+from fp4kit.call.call_cache import find, keep
 from fp4kit.call.parse import SEED_WITHOUT_USE, Call, Options, backward_call, fake_call
-from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home, library_of
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
-from fp4kit.parts import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Array, ArrayT, RecipeId, RoundingMode
 
@@ -115,7 +115,7 @@ def clip_amax(call: Call, given: Any) -> Any:
             raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
         return _reshape_clip_amax(given, call)
     host = _reshape_clip_amax(check_clip_amax(call.op, given), call)
-    return interop.to_device(host) if call.on_device else host
+    return imports.to_device(host) if call.on_device else host
 
 
 def _reshape_clip_amax(amax: Any, call: Call) -> Any:

@@ -6,21 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
 from fp4kit.arguments import as_entries, as_flag
-from fp4kit.call import check
-from fp4kit.call.each import each
+from fp4kit.arrays import imports
+from fp4kit.arrays.returns import comes_home
+from fp4kit.call import checks
+from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import array_call, backward_call
-from fp4kit.cuda.clip_group import ClipGroup
 from fp4kit.cuda.engine.amax import amax_rows, by_blocks, reduced_rows
-from fp4kit.cuda.group import AmaxRows
-from fp4kit.cuda.group import amaxes as device_amaxes
-from fp4kit.libraries import comes_home
+from fp4kit.cuda.engine.clip_group import ClipGroup
+from fp4kit.cuda.engine.group import AmaxRows
+from fp4kit.cuda.engine.group import amaxes as device_amaxes
 from fp4kit.ops.amax import amax as single_amax
 from fp4kit.ops.engines import with_threads
 from fp4kit.ops.fake_quantize import clip_amax, fake_quantize_backward
 from fp4kit.ops.grouped_plan import GroupedPlan, arrays_of, per_tensor
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
@@ -44,7 +44,7 @@ def amax_grouped(
     single = recipe is not None and by_blocks(recipe_of("amax_grouped", recipe))
     if single or not arrays or isinstance(arrays[0], np.ndarray):
         return each("amax_grouped", lambda x: single_amax(x, recipe, axis=axis), arrays)
-    with interop.cupy().cuda.Device(arrays[0].device.id):
+    with imports.cupy().cuda.Device(arrays[0].device.id):
         return device_amaxes(each("amax_grouped", lambda x: _amax_rows(x, recipe, axis), arrays))
 
 
@@ -52,9 +52,9 @@ def _amax_rows(x: Any, recipe: str | Recipe | None, axis: Any) -> AmaxRows:
     """What launch.amax takes for one call of amax."""
     if recipe is not None:
         call, _ = array_call("amax_grouped", x, recipe, -1 if axis is None else axis)
-        return amax_rows(call, interop.cupy().ascontiguousarray(call.moved))
-    check.check_float("amax_grouped", x)
-    rows, shape = reduced_rows(x, check.check_axes("amax_grouped", axis, x.ndim))
+        return amax_rows(call, imports.cupy().ascontiguousarray(call.moved))
+    checks.check_float("amax_grouped", x)
+    rows, shape = reduced_rows(x, checks.check_axes("amax_grouped", axis, x.ndim))
     return (rows, "all", axis is not None), shape
 
 

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
+from fp4kit.arrays.imports import import_arrays, is_array
+from fp4kit.arrays.returns import Home, of_plan
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.call.each import each
+from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, Options, array_call, backward_call, check_codes, with_amaxes, with_options
-from fp4kit.cuda.clip_group import ClipGroup
-from fp4kit.cuda.group import Group, cut
-from fp4kit.interop import import_arrays, is_array
-from fp4kit.libraries import Home, of_plan
+from fp4kit.cuda.engine.clip_group import ClipGroup
+from fp4kit.cuda.engine.group import Group, cut
+from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.ops.engines import run
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax, fake_quantize_backward
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import ieee
-from fp4kit.call import check
+from fp4kit.call import checks
 from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpacked
@@ -18,9 +18,9 @@ from fp4kit.ops.compare_values import Box
 from fp4kit.ops.identify_amaxes import SIGN_MASKS, Amaxes
 from fp4kit.ops.identify_matches import Match, Pair, best_match, match_under, name_of, pair_of, prove
 from fp4kit.ops.quantize import quantize
-from fp4kit.parts import NEVER_NAN
-from fp4kit.pieces import box_of
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import NEVER_NAN
+from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.types import Hadamard
@@ -115,7 +115,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     The recipes are those of the table in q's format, and where q's own is a variant of one (dataclasses.replace), that, and those
     of the table in blocks of its shape.
     The tensor's amax is q.tensor_amax where q's recipe makes q.tensor_scale of it. Else, for each recipe, one that it makes
-        q.tensor_scale of: that of x, or one that the scale implies (reference/implied.py).
+        q.tensor_scale of: that of x, or one that the scale implies (reference/implied_amax.py).
     Where no recipe reproduces all bytes, each is tried with hadamard=True and "no_signs", and with stochastic rounding, with and
         without them: q's scales must be the recipe's, in every byte, and each code one of the two that random bytes can choose.
         An eighth of the codes between two values, at least, must not be the nearest. The random numbers remain unknown.
@@ -132,12 +132,12 @@ def identify(q: Quantized, x: Any) -> Identification:
     >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
     'mxfp4-triton-kernels-down made these bytes'
     """
-    q = check.check_quantized("identify", q)
+    q = checks.check_quantized("identify", q)
     pair = pair_of(q, x)
     q, x = pair.q, pair.x
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
-    check.check_float("identify", x)
+    checks.check_float("identify", x)
     q, x = on_host("identify: q", q), on_host("identify: x", x)
     candidates = tuple(candidates_of(q.recipe))
     matches = _matches(q, x, candidates) if x.size < 2 * SAMPLE else _matches_by_sample(Pair(q, x), pair, candidates)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from fp4kit.call.parse import TE_SIGN_MASK
-from fp4kit.quantized import Quantized
+from fp4kit.host.engine import compute_tensor_amax
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.engine import compute_tensor_amax
-from fp4kit.reference.implied import NEAR, amax_interval, covered_range, implied_amax, same_scale
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.implied_amax import NEAR, amax_interval, covered_range, implied_amax, same_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
 
 MOST_NEIGHBOURS = 16  # amaxes of one tensor scale that are tried

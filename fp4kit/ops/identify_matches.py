@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.layouts import unpacked
 from fp4kit.ops.compare import on_host
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.swizzle import unswizzle
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.types import Hadamard
 
@@ -82,7 +82,7 @@ class Pair(NamedTuple):
 
 def pair_of(q: Quantized, x: Any) -> Pair:
     """Of arrays of any library, where they are; of NumPy if they are not on one device."""
-    ours, (array,) = q.imported("identify: q"), interop.import_arrays("identify", x=x)
+    ours, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*ours.parts().values(), array) if a is not None]
     if any(isinstance(a, np.ndarray) for a in arrays) or len({a.device.id for a in arrays}) > 1:
         ours, array = on_host("identify: q", ours), on_host("identify: x", array)
@@ -92,6 +92,6 @@ def pair_of(q: Quantized, x: Any) -> Pair:
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
     """best_match of all bytes, where they are; on the host where a GPU has no kernel for r, or not the memory."""
     if pair.on_gpu:
-        with suppress(NotImplementedError, MemoryError), interop.making_current(pair.x.device.id):
-            return best_match(*pair, r, [None if a is None else interop.to_device(a) for a in amaxes])
+        with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):
+            return best_match(*pair, r, [None if a is None else imports.to_device(a) for a in amaxes])
     return best_match(*host, r, amaxes)

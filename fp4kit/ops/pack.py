@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import comes_home
 from fp4kit.ops.engines import run
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_index
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import comes_home, written
 from fp4kit.call.amaxes import given_tensor_amax, without_sign
-from fp4kit.call.apart import check_apart
+from fp4kit.call.memory_overlap import check_apart
 from fp4kit.call.outputs import check_out, import_out
 from fp4kit.call.shards import amax_shape, check_castable, check_shard
-from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import run
-from fp4kit.parts import packed_shape
+from fp4kit.quantized.part_shapes import packed_shape
 from fp4kit.recipes import Recipe, recipe_of
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.arguments import as_index
-from fp4kit.call.apart import is_apart
+from fp4kit.arrays.returns import comes_home, written
+from fp4kit.call.call_cache import find, keep
+from fp4kit.call.memory_overlap import is_apart
 from fp4kit.call.outputs import import_out
 from fp4kit.call.parse import Options, call_with_scales, check_seed, columnwise, quantize_call
-from fp4kit.call.repeat import find, keep
-from fp4kit.libraries import comes_home, written
 from fp4kit.ops.engines import prepared_by, repeated, run, with_threads
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode, ScaleLayout
 
@@ -37,7 +37,7 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    in the producer's own order of operations, which the recipe's rules in fp4kit.reference.scaling and block_rules state.
+    in the producer's own order of operations, which the recipe's rules in fp4kit.reference.tensor_rules and block_rules state.
 
     x: float32, float16 or bfloat16, any shape and strides: NumPy, CuPy, or any DLPack exporter. Never written to.
     recipe: id, alias or Recipe. Blocks run along `axis`; 16x16 blocks span it and the last one of the other axes.

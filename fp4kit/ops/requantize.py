@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fp4kit.call import check
-from fp4kit.libraries import comes_home
+from fp4kit.arrays.returns import comes_home
+from fp4kit.call import checks
 from fp4kit.ops.engines import run
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import RecipeId
 
@@ -46,8 +46,8 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     >>> fp4kit.requantize(q, "nvfp4").exact
     True
     """
-    q = check.check_quantized("requantize", q)
+    q = checks.check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)
-    check.check_has_codes("requantize", target)
+    checks.check_has_codes("requantize", target)
     result, changed = run("requantize", "requantize", q.packed, q, target)
     return Requantized(result, changed == 0, changed)

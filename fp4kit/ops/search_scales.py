@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fp4kit.arrays.returns import comes_home
 from fp4kit.call.search_scales import Wanted, search_call
-from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.recipes import Recipe
 from fp4kit.types import Array, Objective, RecipeId

@@ -9,11 +9,11 @@ import numpy as np
 
 from fp4kit import layouts
 from fp4kit.arguments import as_shape
-from fp4kit.call.repeat import find, keep
-from fp4kit.interop import import_arrays
-from fp4kit.libraries import comes_home
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.arrays.returns import comes_home
+from fp4kit.call.call_cache import find, keep
 from fp4kit.ops.engines import prepared_by, run
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.types import ArrayT, ScaleLayout
 
 

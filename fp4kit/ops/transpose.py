@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fp4kit.call import check
-from fp4kit.call.repeat import find, keep
+from fp4kit.arrays.returns import comes_home
+from fp4kit.call import checks
+from fp4kit.call.call_cache import find, keep
 from fp4kit.call.shards import square_block
-from fp4kit.libraries import comes_home
 from fp4kit.ops.engines import prepared_by, run
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
@@ -39,7 +39,7 @@ def transpose(q: Quantized) -> Quantized:
 def _transpose(q: Quantized, key: Any) -> Quantized:
     """The full way, which leaves a prepared call under the key."""
     given = q
-    q = check.check_quantized("transpose", q)
+    q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
     codes, block_scale = run("transpose", "transpose", q.packed, q.packed, q.block_scale, q)
     result = replace(q, packed=codes, block_scale=block_scale, axis=2 * len(q.shape) - 3 - q.axis)

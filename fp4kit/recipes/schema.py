@@ -14,6 +14,7 @@ from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.recipes import rules
 from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 from fp4kit.recipes.versions import Versions, as_versions
+from fp4kit.registered import FUNCTIONS
 
 TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # names of producers that have a hyphen themselves
 
@@ -96,14 +97,10 @@ class Recipe:
         return f"Recipe({self.id!r})"
 
     def __str__(self) -> str:
-        from fp4kit.display.recipe import panel
-
-        return panel(self).text()
+        return str(FUNCTIONS["Recipe.panel"](self).text())
 
     def _repr_html_(self) -> str:
-        from fp4kit.display.recipe import panel
-
-        return panel(self).html()
+        return str(FUNCTIONS["Recipe.panel"](self).html())
 
     def __hash__(self) -> int:
         return hash(self.id)  # a hash of all fields takes as long as the rest of a lookup

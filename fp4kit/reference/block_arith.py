@@ -8,7 +8,7 @@ from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.codec import decode
-from fp4kit.reference.scaling import round_to
+from fp4kit.reference.tensor_rules import round_to
 from fp4kit.rounding import exponent_field
 
 

@@ -21,11 +21,11 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference import block_rules_gguf_mlx, block_rules_powers, block_rules_serving, block_rules_torchao
+from fp4kit.reference import block_rules_e4m3_serving, block_rules_e8m0_serving, block_rules_gguf_mlx, block_rules_torchao
 from fp4kit.reference.arith import INV6, ONE, ZERO, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
 from fp4kit.reference.block_arith import decode_scale, inverse_e8m0
 from fp4kit.reference.codec import decode, encode, encode_e8m0
-from fp4kit.reference.scaling import TensorScale, round_to
+from fp4kit.reference.tensor_rules import TensorScale, round_to
 from fp4kit.rounding import exponent_field
 
 
@@ -230,7 +230,7 @@ def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # by the scale format: of rules that have none of their own
 
 
-_MODULES = (block_rules_gguf_mlx, block_rules_powers, block_rules_serving, block_rules_torchao)
+_MODULES = (block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
 _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module).items()} | globals()
 
 

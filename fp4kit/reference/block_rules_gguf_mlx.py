@@ -8,7 +8,7 @@ from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.scaling import TensorScale, round_to
+from fp4kit.reference.tensor_rules import TensorScale, round_to
 
 _LEAST_NORMAL, _LEAST_WRAPPED = 2.0**-126, 127 - 149 + 256  # exponents of float32 go down to -149
 

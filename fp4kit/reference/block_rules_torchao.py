@@ -11,7 +11,7 @@ import numpy as np
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.block_arith import inverse_e8m0
-from fp4kit.reference.scaling import TensorScale
+from fp4kit.reference.tensor_rules import TensorScale
 from fp4kit.rounding import exponent_field
 
 MIN_NORMAL_INVERSE = np.float32(2.0**126)  # of 2^-126, the least scale that elements are divided by

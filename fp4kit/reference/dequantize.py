@@ -15,7 +15,7 @@ from fp4kit.recipes.schema import decoding
 from fp4kit.reference.arith import reciprocal_approx_ftz, reciprocal_or_zero
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
-from fp4kit.reference.scaling import TINY_AMAX, TensorScale, full_range, round_to
+from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, round_to
 
 HALF = np.dtype(np.float16)
 ALL_ONES = np.float32(480)  # 15 * 2^5, the pattern of all ones of E4M3 as a number

@@ -12,7 +12,7 @@ from fp4kit.reference.arith import ONE, ZERO
 from fp4kit.reference.block_arith import inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode, encode_e8m0
-from fp4kit.reference.scaling import TINY_AMAX, round_to
+from fp4kit.reference.tensor_rules import TINY_AMAX, round_to
 from fp4kit.rounding import power_of_two
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, divide_ftz, flush, multiply_ftz
-from fp4kit.reference.block_rules_serving import factor_fouroversix, zero_of_zeros
+from fp4kit.reference.block_rules_e4m3_serving import factor_fouroversix, zero_of_zeros
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode, nearest_unbounded
-from fp4kit.reference.scaling import TensorScale, full_range
-from fp4kit.reference.sums import sum_lanes
+from fp4kit.reference.summation_order import sum_lanes
+from fp4kit.reference.tensor_rules import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
 # multiply and divide, by whether subnormals are flushed

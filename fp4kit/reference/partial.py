@@ -12,7 +12,7 @@ from fp4kit.layouts import write_codes
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax
 from fp4kit.reference.quantize import quantize_tile
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):

@@ -15,8 +15,8 @@ from fp4kit.reference.blocks import block_amax, reduce_amax, spread_rows, tiles
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.scaling import TensorScale, round_to, tensor_scale
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
+from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
 class Options(NamedTuple):

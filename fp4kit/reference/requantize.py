@@ -6,11 +6,11 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.layouts import pack, swizzle_scales, unpack, unswizzle_scales
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.codec import encode
-from fp4kit.reference.scaling import full_range, tensor_scale
+from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search, Terms
-from fp4kit.reference.power import power
+from fp4kit.reference.pow import power
 
 CHUNK = 1 << 18  # elements at a time
 

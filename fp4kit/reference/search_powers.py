@@ -12,8 +12,8 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
-from fp4kit.reference.scaling import TensorScale, tensor_scale
 from fp4kit.reference.search_scales import powers, squared
+from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 
 @np.errstate(all="ignore")

@@ -14,8 +14,8 @@ from fp4kit.reference.arith import ONE, divide_full, fma
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
-from fp4kit.reference.power import power as raised
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.pow import power as raised
+from fp4kit.reference.tensor_rules import tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # E4M3 above 0
 OWN_RULE = "modelopt_static"  # of the code of a block's own amax
@@ -120,7 +120,7 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """sum of weight * d^power of d >= 0 over the last axis, or its largest weight * d, in the order of squared.
 
-    A power is that of reference/power.py, rounded to float32; the product with the weight and each sum are rounded once.
+    A power is that of reference/pow.py, rounded to float32; the product with the weight and each sum are rounded once.
     """
     terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
     terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)

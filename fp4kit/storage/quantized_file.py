@@ -34,10 +34,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arguments import as_path
+from fp4kit.arrays.imports import import_arrays
 from fp4kit.formats import FLOATS
-from fp4kit.interop import import_arrays
-from fp4kit.quantized import PARTS, Quantized
-from fp4kit.recipes.data import as_data, from_data
+from fp4kit.quantized.container import PARTS, Quantized
+from fp4kit.recipes.to_dict import as_data, from_data
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorEntry, TensorReader, read_header

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 import fp4kit
-from fp4kit.call import check
+from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call import checks
 from fp4kit.call.outputs import parts
 from fp4kit.call.parse import Options, quantize_call
-from fp4kit.libraries import numpy_dtype
-from fp4kit.pieces import unflatten
-from fp4kit.quantized import PARTS
-from fp4kit.recipes.spec import from_spec
+from fp4kit.quantized.container import PARTS
+from fp4kit.quantized.slicing import unflatten
+from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import loop_over, seed_of, seed_outline
 from fp4kit.torch.tensors import check_devices, detached, outline, own
 
@@ -84,7 +84,7 @@ def dequantize(
 @dequantize.register_fake
 def _(packed: Tensor, *rest: Any) -> Tensor:
     shape, axis, values_dtype = rest[3], rest[4], rest[-1]
-    check.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
+    checks.check_values_dtype("dequantize", numpy_dtype("dequantize", values_dtype))
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
     return packed.new_empty(moved, dtype=values_dtype).movedim(-1, axis)
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from fp4kit.arguments import as_entries, as_flag, as_index
-from fp4kit.call import check
+from fp4kit.call import checks
 from fp4kit.call.parse import check_hadamard, check_seed
 from fp4kit.ops.grouped_plan import check_stack, per_tensor
-from fp4kit.pieces import unflatten
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.spec import to_spec
+from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch import codes, groups, transforms
 from fp4kit.torch.tensors import NUMPY, TORCH, check_tensor
 from fp4kit.types import RoundingMode, ScaleLayout
@@ -208,7 +208,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     >>> dequantize(q, torch.bfloat16)[0, :2]
     tensor([ 0.5000, -4.0000], dtype=torch.bfloat16)
     """
-    check.check_is_quantized("dequantize", q)
+    checks.check_is_quantized("dequantize", q)
     check_tensor("dequantize", q.packed, "q.packed")
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"dequantize: dtype is {dtype!r:.60}; needs torch.float32, torch.float16 or torch.bfloat16")

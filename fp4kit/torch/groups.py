@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import fp4kit
-from fp4kit.call.each import each
-from fp4kit.recipes.spec import from_spec
+from fp4kit.call.grouped_errors import each
+from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.operators import check_backward, check_fake, empty, loop_over, seed_of
 from fp4kit.torch.tensors import detached, own
 from fp4kit.types import RoundingMode

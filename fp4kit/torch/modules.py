@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from fp4kit.recipes.spec import to_spec
+from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.operators import check_fake
 from fp4kit.training.settings import FakeQuantSettings, naming

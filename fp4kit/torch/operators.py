@@ -18,7 +18,7 @@ from torch import Tensor
 import fp4kit
 from fp4kit.call.parse import Call, Options, backward_call, fake_call
 from fp4kit.ops.fake_quantize import check_rounding, clip_amax
-from fp4kit.recipes.spec import from_spec
+from fp4kit.recipes.to_string import from_spec
 from fp4kit.torch.tensors import check_devices, detached, outline, own
 from fp4kit.types import RoundingMode
 

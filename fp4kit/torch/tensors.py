@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fp4kit.call.outline import Outline
+from fp4kit.arrays.imports import check_one_device
+from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call.abstract_array import Outline
 from fp4kit.formats import FLOATS
-from fp4kit.interop import check_one_device
-from fp4kit.libraries import numpy_dtype
 
 NUMPY = {getattr(torch, dtype.name): dtype for dtype in FLOATS}  # the dtypes of what is quantized, and of values
 TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
@@ -30,7 +30,7 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
     """Raise TypeError for anything but a tensor."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other libraries")
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; fp4kit.{op} takes arrays of other arrays")
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

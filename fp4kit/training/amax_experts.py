@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_index, as_mapping, as_word
-from fp4kit.distributed import Communicator, check_communicator
 from fp4kit.training.amax_names import AmaxName
 from fp4kit.training.amax_values import merge
+from fp4kit.training.communicators import Communicator, check_communicator
 
 
 def counts(named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False) -> dict[AmaxName, int]:

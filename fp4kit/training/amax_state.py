@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag, as_index, as_indices, as_mapping, as_path, as_shape, as_word, is_one_of
-from fp4kit.distributed import Communicator
 from fp4kit.storage.whole_file import whole_file, write_file
 from fp4kit.training.amax_experts import all_gather_bytes, counts, join, unstack
 from fp4kit.training.amax_file import decode, encode
 from fp4kit.training.amax_names import SEPARATORS, AmaxName
 from fp4kit.training.amax_values import check, import_amax, merge, on_host
+from fp4kit.training.communicators import Communicator
 
 
 class AmaxCollector:
@@ -69,7 +69,7 @@ class AmaxCollector:
 
         share: groups of modules whose tensors get one amax, the largest, by the last parts of their names, such as
             ("gate_proj", "up_proj") and ("q_proj", "k_proj", "v_proj"): those of one parent and one expert share. Only amaxes of
-            one element are shared. fp4kit.checkpoint.sharing.FUSIONS lists those that loaders fuse.
+            one element are shared. fp4kit.checkpoint.selection.fused_layers.FUSIONS lists those that loaders fuse.
         Raises ValueError, naming the key, for NaN and negative values on the host (those on a GPU are checked later), and for a
         name that stands in two groups; TypeError for a group that is one name, or holds what is none.
         """

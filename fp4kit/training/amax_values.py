@@ -14,15 +14,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit import interop
 from fp4kit.arithmetic import ieee
-from fp4kit.call.check import check_float
-from fp4kit.interop import import_arrays
+from fp4kit.arrays import imports
+from fp4kit.arrays.imports import import_arrays
+from fp4kit.call.checks import check_float
 from fp4kit.training.amax_names import AmaxName
 
 
 def _xp(value: Any) -> Any:
-    return np if isinstance(value, np.ndarray) else interop.cupy()
+    return np if isinstance(value, np.ndarray) else imports.cupy()
 
 
 @ieee("amax")
@@ -63,8 +63,8 @@ def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
     for name in named.keys() - found.keys():
         devices[named[name].device.id].append(name)
     for device, names in devices.items():
-        with interop.cupy().cuda.Device(device):
-            flat = interop.cupy().concatenate([named[name].reshape(-1) for name in names]).get()
+        with imports.cupy().cuda.Device(device):
+            flat = imports.cupy().concatenate([named[name].reshape(-1) for name in names]).get()
         cuts = np.cumsum([named[name].size for name in names])[:-1]
         found |= {name: part.reshape(named[name].shape) for name, part in zip(names, np.split(flat, cuts), strict=True)}
     return found

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
+from fp4kit.arrays.imports import device_name, import_arrays
+from fp4kit.arrays.returns import Home, of_plan
 from fp4kit.call.shards import check_castable, check_shard, square_block
-from fp4kit.distributed import Communicator, check_communicator
-from fp4kit.interop import device_name, import_arrays
-from fp4kit.libraries import Home, of_plan
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.training.communicators import Communicator, check_communicator
 from fp4kit.training.master_weights_device import DeviceStages
 from fp4kit.training.master_weights_host import HostStages
 from fp4kit.training.partition import exchange_cuts, refusing
@@ -65,7 +65,7 @@ def cast_master_weights(
     Source: the algorithm of TE's quantize_master_weights, right at odd offsets and for K % 64 != 0 too.
 
     >>> import fp4kit, numpy as np
-    >>> from fp4kit.distributed import SingleProcess
+    >>> from fp4kit.training.communicators import SingleProcess
     >>> w = np.ones((16, 32), np.float32)
     >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
     [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits a value)]

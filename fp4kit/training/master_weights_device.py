@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.parse import naming
 from fp4kit.call.shards import amax_shape
-from fp4kit.cuda import partial
-from fp4kit.cuda.grouped import Launch
-from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.cuda.launch import partial
+from fp4kit.cuda.launch.grouped import Launch
+from fp4kit.cuda.launch.grouped_transpose import Matrix, transpose_group
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.training.partition import Partition
 
@@ -56,7 +56,7 @@ class DeviceStages:
     # ---- what is made once ------------------------------------------------------------------------------------------------
 
     def _allocate(self, shapes: Sequence[tuple[int, int]]) -> None:
-        cupy, r, count = interop.cupy(), self._recipe, len(shapes)
+        cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
         self.bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
@@ -141,7 +141,7 @@ class DeviceStages:
         self.columnwise: list[Quantized] = []
         self._run_transpose: Launch | None = None
         if columnwise:
-            cupy = interop.cupy()
+            cupy = imports.cupy()
             packed, scales = cupy.empty_like(self._packed), cupy.empty_like(self._scales)
             self.columnwise = self._views(shapes, packed, scales, axis=0)
             pairs = zip(self.quantized, self.columnwise, strict=True)
@@ -155,7 +155,7 @@ class DeviceStages:
 
     def device(self) -> Any:
         """What makes the buffers' device current."""
-        return interop.cupy().cuda.Device(self._device)
+        return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
         """Other arrays of the same shapes, dtypes and device."""

@@ -10,14 +10,14 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.call.shards import amax_shape
 from fp4kit.ops.transpose import transpose
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.training.partition import Partition
 
 

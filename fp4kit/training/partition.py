@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.distributed import Communicator
 from fp4kit.recipes import Recipe
+from fp4kit.training.communicators import Communicator
 
 
 class Partition(NamedTuple):

@@ -12,10 +12,10 @@ from pathlib import Path
 from distributed import Client, LocalCluster
 from kill_points import files_of
 
-from fp4kit.checkpoint import execution, staging
-from fp4kit.checkpoint.convert import Options, convert
-from fp4kit.checkpoint.execution import cluster, run_all
-from fp4kit.checkpoint.jobs import write
+from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.convert.run_job import write
+from fp4kit.checkpoint.run import executors, staging
+from fp4kit.checkpoint.run.executors import cluster, run_all
 from fp4kit.storage.errors import CheckpointError
 
 
@@ -58,7 +58,7 @@ def main() -> None:
         with Client(local) as client:
             client.wait_for_workers(2, timeout=60)  # closing fails while one that died begins again
         print("workers:", len(pids))
-    execution._SECONDS = 1
+    executors._SECONDS = 1
     try:
         with cluster(local.scheduler_address):
             pass

@@ -9,8 +9,8 @@ import sys
 from collections import deque
 from importlib import import_module
 
-from fp4kit.checkpoint.convert import Options, convert
-from fp4kit.checkpoint.execution import cluster, run_all
+from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.run.executors import cluster, run_all
 
 
 def _stop(number: int, frame: object) -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     if workers != "threads":
-        import_module("fp4kit.checkpoint.convert").engine = lambda: "reference"  # as where that is not compiled
+        import_module("fp4kit.checkpoint.convert.convert").engine = lambda: "reference"  # as where that is not compiled
     with cluster() as executor:
         report = convert(source, destination, options=Options(2 if workers == "threads" else int(workers), executor))
         others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}

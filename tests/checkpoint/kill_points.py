@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import Options, convert, execute
-from fp4kit.checkpoint.leftovers import leftovers_of
-from fp4kit.checkpoint.manifest import differences, file_digest, names_in
-from fp4kit.checkpoint.plan import Plan, make_plan
+from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.model.manifest import differences, file_digest, names_in
+from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.leftovers import leftovers_of
 
 
 def files_of(folder: Path) -> dict[str, str]:

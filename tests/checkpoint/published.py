@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from fp4kit.checkpoint.rules import Candidate, Model, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate, model_facts
 
 H, V, M, E = 64, 128, 96, 4
 Spec = tuple[str, tuple[int, ...]]  # name of a BF16 tensor without .weight, shape

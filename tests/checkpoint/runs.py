@@ -16,8 +16,8 @@ import pytest
 import synthetic
 from kill_points import files_of
 
-from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import Options, convert
+from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.run import staging
 
 HERE = Path(__file__).parent
 JOBS = 20  # of synthetic.dense

@@ -18,9 +18,10 @@ import processes
 import pytest
 import synthetic
 
-from fp4kit import interop
-from fp4kit.checkpoint import ConversionReport, Options, Plan, convert, demo
-from fp4kit.checkpoint.compare import compare_checkpoints
+from fp4kit.arrays import imports
+from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
+from fp4kit.checkpoint.convert import demo
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import convert as cli_convert
 
 Run = Callable[..., processes.Run]
@@ -62,7 +63,7 @@ def test_devices_are_looked_for_before_any_work(count: int, tmp_path: Path, run:
         runtime = SimpleNamespace(getDeviceCount=lambda: count)
         return SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
 
-    monkeypatch.setattr(interop, "cupy", cupy)
+    monkeypatch.setattr(imports, "cupy", cupy)
     text = "there is no cuda:7; there are cuda:0 to cuda:1" if count else "fp4kit.cuda: CuPy is missing; run pip install"
     for command in (("convert", tmp_path / "m", tmp_path / "d"), ("verify", tmp_path / "q", "--source", tmp_path / "m")):
         result = run(*command, "--device", "cpu", "--device", "cuda:7")

@@ -19,9 +19,9 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.formats.container import MODELOPT_NVFP4
-from fp4kit.checkpoint.inspect import natural_order, open_checkpoint, quantization_summary
+from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
+from fp4kit.checkpoint.model.inspect import natural_order, open_checkpoint, quantization_summary
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
 
 
 def test_inspect_directory(tmp_path: Path) -> None:

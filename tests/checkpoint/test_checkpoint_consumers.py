@@ -18,7 +18,7 @@ import oracle
 import pytest
 from safetensors import safe_open
 
-from fp4kit.checkpoint.convert import convert
+from fp4kit.checkpoint.convert.convert import convert
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing here is asked of a server
 torch = pytest.importorskip("torch")

@@ -21,8 +21,8 @@ from oracle import load
 from safetensors import safe_open
 
 import fp4kit
-from fp4kit.checkpoint.convert import Options, bytes_to_read, convert
-from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert
+from fp4kit.checkpoint.selection.selection import Wishes
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_any_shape(data: st.DataObject, shape: tuple[int, int], target: tuple[st
         x = np.random.default_rng(size).standard_normal((rows, columns)) * 2.0**exponent
         tensors[f"mlp.{name}.weight"] = x.astype(dtype)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4kit.checkpoint.reading.SLAB_BYTES", data.draw(st.sampled_from([1, 1 << 10, 1 << 24])))
+        patch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", data.draw(st.sampled_from([1, 1 << 10, 1 << 24])))
         synthetic.write_model(Path(folder) / "m", {}, tensors, lambda name: int("w3" in name))
         convert(Path(folder) / "m", Path(folder) / "out", recipe, format=format)
         assert load(Path(folder) / "out") == expected(tensors, ["mlp.w1", "mlp.w3", "mlp.w2"], recipe, format)
@@ -230,8 +230,8 @@ def test_slabs_do_not_show(tmp_path: Path, name: str, recipe: str, format: str, 
     options = Options(progress=ticks.append)
     report = convert(tmp_path / "m", tmp_path / "whole", recipe, format=format, requantize=True, options=options)
     assert sum(ticks) == bytes_to_read(report.plan) >= report.plan.bytes_in
-    monkeypatch.setattr("fp4kit.checkpoint.reading.SLAB_BYTES", 1 << 11)
-    monkeypatch.setattr("fp4kit.checkpoint.reading.WHOLE_EXPERT", 0)
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 1 << 11)
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.WHOLE_EXPERT", 0)
     convert(tmp_path / "m", tmp_path / "slabs", recipe, format=format, requantize=True)
     assert files(tmp_path / "slabs") == files(tmp_path / "whole")
 
@@ -250,7 +250,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shap
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1, "num_experts": 2}, {name: x})
     del x
-    monkeypatch.setattr("fp4kit.checkpoint.reading.SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 1 << 20)
     tracemalloc.start()
     convert(tmp_path / "source", tmp_path / "out", format="modelopt")
     peak = tracemalloc.get_traced_memory()[1]

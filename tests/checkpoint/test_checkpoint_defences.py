@@ -39,12 +39,12 @@ from seconds import TEN, cpu_seconds
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import Options, convert, execute
-from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.manifest import MANIFEST, differences
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.model.manifest import MANIFEST, differences
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.safetensors_file import read_header
 

@@ -26,13 +26,13 @@ from kill_points import files_of
 from runs import environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint import execution, staging
-from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
-from fp4kit.checkpoint.execution import cluster, dask_executor, executor_of, is_under_mpi, run_all
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.rewrite import encoded
+from fp4kit.checkpoint.convert import quantize_rows
+from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.run import executors, staging
+from fp4kit.checkpoint.run.executors import cluster, dask_executor, executor_of, is_under_mpi, run_all
 from fp4kit.cli import main
-from fp4kit.cpu.native import num_threads
+from fp4kit.cpu.library import num_threads
 
 HERE = Path(__file__).parent
 
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are processes, as where the compiled engine is not there."""
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "reference")
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "reference")
 
 
 @pytest.mark.parametrize("workers", [None, 1, 3])
@@ -57,14 +57,14 @@ def test_worker_threads(
 ) -> None:
     """What the compiled engine computes, threads do, and each of them takes no others."""
     used: set[tuple[int, int]] = set()
-    quantized = encoded.write
+    quantized = quantize_rows.write
 
     def noted(*arguments: Any) -> int:
         used.add((threading.get_ident(), num_threads()))
         return quantized(*arguments)
 
-    monkeypatch.setattr(encoded, "write", noted)
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "cpu-base")
+    monkeypatch.setattr(quantize_rows, "write", noted)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "cpu-base")
     convert(model[0], tmp_path / "out", options=Options(workers))
     assert files_of(tmp_path / "out") == model[1]
     alone = {(threading.get_ident(), num_threads())}
@@ -99,7 +99,7 @@ def test_processes_where_they_are_faster(
     expected: tuple[int, bool],
 ) -> None:
     """Of a model that has the bytes: below, and where nobody asks for processes, they are threads."""
-    module, made = import_module("fp4kit.checkpoint.convert"), list[tuple[int, bool]]()
+    module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
 
     @contextmanager
     def noted(given: Executor | None, workers: int, by_threads: bool) -> Iterator[Executor | None]:
@@ -121,9 +121,9 @@ def test_the_command_takes_processes_for_large_models(
     model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the compiled engine, which has one thread in each."""
-    module, started = import_module("fp4kit.checkpoint.convert"), list[Any]()
-    start = execution._Worker.start
-    monkeypatch.setattr(execution._Worker, "start", lambda worker: (started.append(worker), start(worker)))
+    module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
+    start = executors._Worker.start
+    monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
     monkeypatch.setattr(module, "FROM_BYTES", 1)
     monkeypatch.setattr(module, "engine", lambda: "cpu-avx2")
     assert main(["convert", str(model[0]), str(tmp_path / "out"), "--workers", "4"]) == 0
@@ -178,7 +178,7 @@ def test_number_of_workers(workers: Any) -> None:
 
 
 def settings() -> tuple[str | None, int]:
-    """In a worker: what is set for libraries with threads of their own, and the process."""
+    """In a worker: what is set for arrays with threads of their own, and the process."""
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
@@ -218,7 +218,7 @@ def die(job: Any, *rest: Any) -> None:
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system ends them where memory is short: what is done is kept."""
     with monkeypatch.context() as patch:
-        patch.setattr("fp4kit.checkpoint.jobs.write", die)
+        patch.setattr("fp4kit.checkpoint.convert.run_job.write", die)
         with pytest.raises(ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"):
             convert(model[0], tmp_path / "out", options=Options(2))
     assert not multiprocessing.active_children() and not (tmp_path / "out").exists()
@@ -259,7 +259,7 @@ def test_nothing_runs_after_an_error() -> None:
 
 def test_worker_of_another_version_refuses() -> None:
     with refused("workers: have fp4kit ") as caught:
-        execution._call("9.9", "run", abs, (-1,))
+        executors._call("9.9", "run", abs, (-1,))
     assert str(caught.value).endswith("and 9.9 is needed as in the process that plans")
 
 
@@ -285,7 +285,7 @@ def missing(module: str) -> None:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://"])
 def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     missing("distributed")
-    monkeypatch.setattr(execution, "_SECONDS", 1)
+    monkeypatch.setattr(executors, "_SECONDS", 1)
     with refused(f"--dask {address}: no scheduler answers ("), dask_executor(address):
         pass
 

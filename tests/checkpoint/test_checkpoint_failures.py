@@ -17,11 +17,11 @@ from exhaustive import half
 from kill_points import files_of
 from synthetic import refused
 
-from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.convert import Options, check, convert, execute
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.convert.convert import Options, check, convert, execute
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.errors import CheckpointError
 
 
@@ -70,11 +70,25 @@ class Boom(BaseException):
 
 
 PLACES = (
-    "jobs.amax_and_nonfinite", "rewrite.encoded.quantize", "jobs._Output.put", "jobs._Output.finish", "jobs.zlib.crc32",
-    "journal.Journal.note_measured", "journal.Journal.note_done", "convert._lay_out", "convert.configs",
-    "convert.dump_object", "convert.manifest_of", "convert.digest_of", "sweep.digest_of", "staging.sync_file",
-    "staging.copy_file", "staging.sync_directory", "staging.os.rename", "staging.os.chmod",
-)  # fmt: skip
+    "convert.run_job.amax_and_nonfinite",
+    "convert.quantize_rows.quantize",
+    "convert.run_job._Output.put",
+    "convert.run_job._Output.finish",
+    "convert.run_job.zlib.crc32",
+    "convert.journal.Journal.note_measured",
+    "convert.journal.Journal.note_done",
+    "convert.convert._lay_out",
+    "convert.convert.configs",
+    "convert.convert.dump_object",
+    "convert.convert.manifest_of",
+    "convert.convert.digest_of",
+    "convert.scheduler.digest_of",
+    "run.staging.sync_file",
+    "run.staging.copy_file",
+    "run.staging.sync_directory",
+    "run.staging.os.rename",
+    "run.staging.os.chmod",
+)
 ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
 
 
@@ -102,10 +116,8 @@ def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    first, *names, last = place.split(".")
-    found: Any = import_module(f"fp4kit.checkpoint.{first}")  # the package has a function of the name of a module
-    if first == "rewrite":
-        found = import_module(f"fp4kit.checkpoint.rewrite.{names.pop(0)}")
+    package, module, *names, last = place.split(".")
+    found: Any = import_module(f"fp4kit.checkpoint.{package}.{module}")
     for name in names:
         found = getattr(found, name)
     patch.setattr(found, last, fail)
@@ -165,7 +177,7 @@ def test_space_of_an_interrupted_run_counts_as_free(tmp_path: Path, monkeypatch:
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     with monkeypatch.context() as patch:
-        _break(patch, "convert.digest_of", OSError("disk"))
+        _break(patch, "convert.convert.digest_of", OSError("disk"))
         with pytest.raises(OSError, match="disk"):
             execute(plan, tmp_path / "out")
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)

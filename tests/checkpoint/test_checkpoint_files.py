@@ -15,8 +15,8 @@ from safetensors.numpy import save
 from seconds import TEN, cpu_seconds
 from synthetic import refused
 
-from fp4kit.checkpoint.files import check_shard_name, open_source
-from fp4kit.checkpoint.formats import OutputTensor
+from fp4kit.checkpoint.containers import OutputTensor
+from fp4kit.checkpoint.model.model_files import check_shard_name, open_source
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import DTYPE_BITS, TensorReader, read_header

@@ -10,7 +10,7 @@ import pytest
 import synthetic
 from exhaustive import by_default, half
 
-from fp4kit.checkpoint.convert import ConversionReport, convert
+from fp4kit.checkpoint.convert.convert import ConversionReport, convert
 from fp4kit.checkpoint.loaders import support
 
 FLOAT_TARGETS = [

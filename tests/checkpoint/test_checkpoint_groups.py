@@ -13,8 +13,8 @@ import synthetic
 from oracle import load
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import convert
-from fp4kit.checkpoint.rewrite.cast import is_exact
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import is_exact
 from fp4kit.formats import FLT_MAX, FLT_MIN
 
 CT = {"quant_method": "compressed-tensors"}

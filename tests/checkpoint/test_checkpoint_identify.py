@@ -15,11 +15,11 @@ from exhaustive import by_default, exhaustive
 
 import fp4kit
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.identify import MOST_FAILED, LayerPair, identify_layers
-from fp4kit.checkpoint.mishaps import StoredLayer
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.scale_search import ScaleSearch
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.identify import MOST_FAILED, LayerPair, identify_layers
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main
 from fp4kit.layouts import swizzle_scales
 from fp4kit.ops.identify import candidates_of
@@ -124,8 +124,8 @@ def other_model(layers):
 def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict says so, and what costs most is done for the first layers alone, until one is explained."""
     tried: list[str] = []
-    monkeypatch.setattr("fp4kit.checkpoint.explain._permuted", lambda case, *rest: tried.append("rows"))
-    monkeypatch.setattr("fp4kit.checkpoint.explain._variation", lambda case, *rest: tried.append("variation"))
+    monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._permuted", lambda case, *rest: tried.append("rows"))
+    monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._variation", lambda case, *rest: tried.append("variation"))
     pairs = [*other_model(MOST_FAILED + 3), *model("mxfp4-ocp", 1), *other_model(1)]
     verdict = identify_layers(pairs[:-2])
     assert tried == ["rows", "variation"] * MOST_FAILED
@@ -152,8 +152,8 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first layers, each recipe quantizes a sample twice: under its own scales and under the stored ones."""
     calls, right = [], fp4kit.quantize
-    for module in ("accounts", "scale_accounts"):
-        monkeypatch.setattr(f"fp4kit.checkpoint.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1])
+    for module in ("hypotheses", "searched_scales"):
+        monkeypatch.setattr(f"fp4kit.checkpoint.identify.{module}.quantize", lambda *a, **k: (calls.append(a), right(*a, **k))[1])
     strange = [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", MOST_FAILED + 3))]
     identify_layers(strange[:MOST_FAILED])
     first = len(calls)

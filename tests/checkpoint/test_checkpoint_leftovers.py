@@ -14,7 +14,9 @@ import pytest
 import synthetic
 from processes import RENAME, Run, content, in_this_process, signalled
 
-from fp4kit.checkpoint import convert, sharing, staging
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.selection import fused_layers
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_a_killed_reconciliation_is_not_said_to_go_on(tmp_path: Path, called: Ca
     synthetic.moe(tmp_path / "m")
     assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))  # which then disagree
+        patch.setattr(fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))  # which then disagree
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert run.code == 2 and "left by an interrupted run; remove it with fp4kit convert --remove-stale" in run.err
     assert "--resume" not in run.err

@@ -13,8 +13,8 @@ from seconds import TEN, cpu_seconds
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, Container
 from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
 from fp4kit.checkpoint.loaders.exclusions import check, exclusion_list, listed
-from fp4kit.checkpoint.loaders.matchers import READERS
 
 SYNTAXES = ("modelopt", "compressed-tensors", "dotted", "mxfp4")
 LISTED = [container for container in CONTAINERS.values() if container.syntax and READERS[container.id]]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp4kit.checkpoint.loaders import matchers as m
+from fp4kit.checkpoint.loaders import exclusion_semantics as m
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 
 LAYER = "model.layers.1"

@@ -11,7 +11,7 @@ import pytest
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding
-from fp4kit.checkpoint.loaders.required import findings, quantized_layers
+from fp4kit.checkpoint.loaders.requirements import findings, quantized_layers
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ROWS, COLUMNS = 96, 64

@@ -7,7 +7,7 @@ import re
 import pytest
 from together import together
 
-from fp4kit.checkpoint.loaders import containers, engines, runs, support
+from fp4kit.checkpoint.loaders import containers, engines, observations, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, container
 
 STATED = [
@@ -48,7 +48,7 @@ def test_what_is_stated(container_id: str, family: str, engine: str, status: str
 
 
 def test_only_unknown_cells_lack_a_source() -> None:
-    for known, families, engine, status, how, note in runs.RUNS:
+    for known, families, engine, status, how, note in observations.RUNS:
         assert set(known) <= set(CONTAINERS) and engine in engines.VERSIONS, (known, engine)
         assert families == "all" or set(families.split()) <= set(support.FAMILIES), families
         assert (how == "") == (status == "unknown"), (known, families)

@@ -12,8 +12,8 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.convert import convert
-from fp4kit.checkpoint.manifest import MANIFEST, differences, file_digest, load_manifest, names_in
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.model.manifest import MANIFEST, differences, file_digest, load_manifest, names_in
 
 
 @pytest.fixture
@@ -49,12 +49,12 @@ def test_manifest_shows_every_change(converted: Path) -> None:
 def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
     """A listed file that was extended to a sparse terabyte, or cut, is named without reading it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fp4kit.checkpoint.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed"))
+        patch.setattr("fp4kit.checkpoint.model.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed"))
         for name in names_in(converted):
             size = (converted / name).stat().st_size
             for changed in (1 << 40, size - 1):
                 os.truncate(converted / name, changed)
-                patch.setattr("fp4kit.checkpoint.manifest.names_in", lambda folder, name=name: [name])
+                patch.setattr("fp4kit.checkpoint.model.manifest.names_in", lambda folder, name=name: [name])
                 found = differences(converted)
                 said = f"{name}: has other bytes than were written ({changed} in place of {size})"
                 assert found is not None and [line for line in found if "missing" not in line] == [said]

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fp4kit
-from fp4kit.checkpoint.explain import Explanation, explain
-from fp4kit.checkpoint.mishaps import StoredLayer, code_orders, name_of_rows, near, row_orders, tensor_mishap
+from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, name_of_rows, near, row_orders, tensor_mishap
+from fp4kit.checkpoint.identify.diagnose import Explanation, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 

@@ -11,12 +11,13 @@ import pytest
 import synthetic
 
 import fp4kit
-from fp4kit.checkpoint import convert, reading
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.inspect import open_checkpoint
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.model import slabs
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 
 RECIPE, EXPERTS = "nvfp4-modelopt", "model.layers.0.feed_forward.experts"
 SHAPES = {"gate_up_proj": (128, 64), "down_proj": (64, 96)}  # N, K; unlike, so that no axis stands for another one
@@ -62,7 +63,7 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
 def test_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool) -> None:
     """The same bytes, one layer an expert; also where a matrix is too large to be turned in memory."""
     if large:
-        monkeypatch.setattr(reading, "WHOLE_EXPERT", 100 * 4 * 64)
+        monkeypatch.setattr(slabs, "WHOLE_EXPERT", 100 * 4 * 64)
     q = made(tmp_path, experts, each, inputs)
     report = convert(tmp_path / "q", tmp_path / "out", RECIPE, format="modelopt")
     assert report.actions == {"rename": 3 * experts} and report.plan.has_input_scale is inputs

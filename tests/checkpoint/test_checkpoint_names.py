@@ -6,9 +6,9 @@ import published
 import pytest
 from synthetic import refused
 
-from fp4kit.checkpoint.names import hugging_face_names
-from fp4kit.checkpoint.rules import candidate, model_facts
-from fp4kit.checkpoint.selection import Wishes, decide
+from fp4kit.checkpoint.model.megatron_names import hugging_face_names
+from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 LAYER = "decoder.layers.12"
 

@@ -8,7 +8,7 @@ import synthetic
 from exhaustive import by_default
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.pairs import identify_checkpoint
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.layouts import swizzle_scales
 
 MODELS = synthetic.MODELS

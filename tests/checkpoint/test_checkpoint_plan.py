@@ -15,9 +15,9 @@ import pytest
 import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint.layers import layer_names
-from fp4kit.checkpoint.plan import Plan, make_plan
-from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.model.layers import layer_names
+from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.selection.selection import Wishes
 
 ALL = synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runs import until
 
-from fp4kit.checkpoint import ahead
+from fp4kit.checkpoint.run import prefetch
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
@@ -33,7 +33,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -
     ask = os.posix_fadvise
 
     def watched(descriptor: int, start: int, count: int, advice: int) -> None:
-        assert (count, advice) == (ahead.STEP, os.POSIX_FADV_WILLNEED)
+        assert (count, advice) == (prefetch.STEP, os.POSIX_FADV_WILLNEED)
         noted(Path(os.readlink(f"/proc/self/fd/{descriptor}")), start)
         ask(descriptor, start, count, advice)
 
@@ -46,9 +46,9 @@ def test_files_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
 ) -> None:
     """Piece by piece in their order until it is stopped; what is not there, or is no file, is passed over in silence."""
-    monkeypatch.setattr(ahead, "PIECE", piece)
-    monkeypatch.setattr(ahead, "STEP", 64)
-    monkeypatch.setattr(ahead, "READERS", 1)
+    monkeypatch.setattr(prefetch, "PIECE", piece)
+    monkeypatch.setattr(prefetch, "STEP", 64)
+    monkeypatch.setattr(prefetch, "READERS", 1)
     stopped, found, bytes_of = threading.Event(), [], {"a": 200, "b": 256, "c": 129}
 
     def noted(path: Path, start: int) -> None:
@@ -61,10 +61,10 @@ def test_files_are_read_ahead(
     for name, size in bytes_of.items():
         (tmp_path / name).write_bytes(bytes(size))
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(ahead, "Event", lambda: stopped)
-    threads = threads_of(ahead, monkeypatch)
+    monkeypatch.setattr(prefetch, "Event", lambda: stopped)
+    threads = threads_of(prefetch, monkeypatch)
     files = [SafetensorsFile(tmp_path / name, name, bytes_of.get(name, 70), (), {}) for name in ("a", "none", "folder", "b", "c")]
-    with ahead.ReadingAhead(files, 1, print):
+    with prefetch.ReadingAhead(files, 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
     assert "".join(name for name, _ in found) == read
     assert found == [(name, start) for name in sorted(bytes_of) for start in range(0, bytes_of[name], 64)][: len(found)]
@@ -72,32 +72,32 @@ def test_files_are_read_ahead(
 
 def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece once, whichever thread takes it; no thread lives longer than it is waited for."""
-    monkeypatch.setattr(ahead, "PIECE", 64)
-    monkeypatch.setattr(ahead, "STEP", 64)
+    monkeypatch.setattr(prefetch, "PIECE", 64)
+    monkeypatch.setattr(prefetch, "STEP", 64)
     taken: list[int] = []
     watch(monkeypatch, lambda path, start: taken.append(start))
     (tmp_path / "a").write_bytes(bytes(64 * 5000))
-    file, threads = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threads_of(ahead, monkeypatch)
-    with ahead.ReadingAhead([file], 1, print):
+    file, threads = SafetensorsFile(tmp_path / "a", "a", 64 * 5000, (), {}), threads_of(prefetch, monkeypatch)
+    with prefetch.ReadingAhead([file], 1, print):
         until(lambda: not any(thread.is_alive() for thread in threads))
     assert sorted(taken) == list(range(0, 64 * 5000, 64))
-    with ahead.ReadingAhead([file], 1, print):
+    with prefetch.ReadingAhead([file], 1, print):
         pass
-    assert len(threads) == 2 * ahead.READERS and not any(thread.is_alive() for thread in threads)
+    assert len(threads) == 2 * prefetch.READERS and not any(thread.is_alive() for thread in threads)
 
 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the run comes on, by the share of what it reads; what it has passed is not read any more."""
-    monkeypatch.setattr(ahead, "PIECE", 64)
-    monkeypatch.setattr(ahead, "STEP", 64)
-    monkeypatch.setattr(ahead, "READERS", 1)
-    monkeypatch.setattr(ahead.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * ahead.PART}[name])
-    monkeypatch.setattr(ahead, "_LIMIT", tmp_path / "none")
+    monkeypatch.setattr(prefetch, "PIECE", 64)
+    monkeypatch.setattr(prefetch, "STEP", 64)
+    monkeypatch.setattr(prefetch, "READERS", 1)
+    monkeypatch.setattr(prefetch.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 64, "SC_PHYS_PAGES": 10 * prefetch.PART}[name])
+    monkeypatch.setattr(prefetch, "_LIMIT", tmp_path / "none")
     begun: list[int] = []
     watch(monkeypatch, lambda path, start: begun.append(start))
     (tmp_path / "a").write_bytes(bytes(6400))
     told: list[int] = []
-    with ahead.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
+    with prefetch.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 6400, (), {})], 2 * 6400, told.append) as tick:
         until(lambda: len(begun) == 11)  # places 0 to 640
         tick(2 * 640)
         until(lambda: len(begun) == 21)
@@ -108,18 +108,18 @@ def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_container_has_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_LIMIT", tmp_path / "memory.max")
+    monkeypatch.setattr(prefetch, "_LIMIT", tmp_path / "memory.max")
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert ahead.memory() == whole
+    assert prefetch.memory() == whole
     for text, memory in {"max\n": whole, "1048576\n": 1 << 20, str(2 * whole): whole}.items():
         (tmp_path / "memory.max").write_text(text)
-        assert ahead.memory() == memory
+        assert prefetch.memory() == memory
 
 
 def test_where_the_system_takes_no_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "posix_fadvise")
     (tmp_path / "a").write_bytes(bytes(100))
-    threads, told = threads_of(ahead, monkeypatch), list[int]()
-    with ahead.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 100, (), {})], 200, told.append) as tick:
+    threads, told = threads_of(prefetch, monkeypatch), list[int]()
+    with prefetch.ReadingAhead([SafetensorsFile(tmp_path / "a", "a", 100, (), {})], 200, told.append) as tick:
         tick(7)
     assert not threads and told == [7]

@@ -7,13 +7,13 @@ import pytest
 import synthetic
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.files import INDEX, open_source
-from fp4kit.checkpoint.manifest import differences
-from fp4kit.checkpoint.reading import Readers, slabs, values_of
-from fp4kit.checkpoint.reconcile import reconcile
-from fp4kit.checkpoint.sharing import shared_amax_groups
-from fp4kit.checkpoint.verify import verify
-from fp4kit.checkpoint.weights import located, weights_of
+from fp4kit.checkpoint.model.manifest import differences
+from fp4kit.checkpoint.model.model_files import INDEX, open_source
+from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.weights import located, weights_of
+from fp4kit.checkpoint.selection.fused_layers import shared_amax_groups
+from fp4kit.checkpoint.verify.reconcile import reconcile
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.formats import E4M3
 
 FORMATS = ("modelopt", "compressed-tensors")

@@ -13,10 +13,10 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.convert import Options, convert, execute
-from fp4kit.checkpoint.formats.configs import ALL_FORMATS
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.containers.configs import ALL_FORMATS
+from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.verify.verify import verify
 
 
 def dense(tmp_path: Path) -> Path:

@@ -14,9 +14,9 @@ import synthetic
 from browser import Page, binary, browser
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.report_html import _ticks, page, write_report
-from fp4kit.checkpoint.soundness import Issue
-from fp4kit.checkpoint.verify import VerifyReport, verify
+from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.checkpoint.verify.report_html import _ticks, page, write_report
+from fp4kit.checkpoint.verify.verify import VerifyReport, verify
 from fp4kit.cli import main
 
 EVIL = '<img src=x onerror="alert(1)"></script><script>document.title="taken"</script>\u202e&amp;\'\x1b[31m'

@@ -13,9 +13,10 @@ import pytest
 from runs import JOBS, Model, flip, shard, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint import jobs, journal, staging
-from fp4kit.checkpoint.convert import Options, convert
-from fp4kit.checkpoint.selection import Wishes
+from fp4kit.checkpoint.convert import journal, run_job
+from fp4kit.checkpoint.convert.convert import Options, convert
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.selection.selection import Wishes
 
 
 @pytest.fixture
@@ -27,13 +28,13 @@ def model(tmp_path: Path) -> Model:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys of the jobs that write."""
     keys: list[str] = []
-    write = jobs.write
+    write = run_job.write
 
-    def noted(job: jobs.Job, *rest: Any) -> jobs.Done:
+    def noted(job: run_job.Job, *rest: Any) -> run_job.Done:
         keys.append(job.key)
         return write(job, *rest)
 
-    monkeypatch.setattr(jobs, "write", noted)
+    monkeypatch.setattr(run_job, "write", noted)
     return keys
 
 
@@ -91,7 +92,7 @@ def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
     """It begins on a line of its own."""
     for name in "ab":
         with journal.Journal(tmp_path / "j", "k") as one:
-            one.note_done(jobs.Done(name, "0", "copy"))
+            one.note_done(run_job.Done(name, "0", "copy"))
         os.truncate(tmp_path / "j", (tmp_path / "j").stat().st_size - 3 * (name == "a"))
     with journal.Journal(tmp_path / "j", "k") as two:
         assert set(two.done) == {"b"}
@@ -202,13 +203,13 @@ def test_nothing_to_resume(model: Model) -> None:
 
 def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     model.interrupt(3)
-    known, again, measure = model.journal.read_text(), [], jobs.measure
+    known, again, measure = model.journal.read_text(), [], run_job.measure
 
-    def noted(job: jobs.Job, *rest: Any) -> jobs.Measured:
+    def noted(job: run_job.Job, *rest: Any) -> run_job.Measured:
         again.append(job.key)
         return measure(job, *rest)
 
-    monkeypatch.setattr(jobs, "measure", noted)
+    monkeypatch.setattr(run_job, "measure", noted)
     model.resume()
     assert len(again) == 14 - known.count('"measured"') and not [key for key in again if f'"measured": ["{key}"' in known]
     assert 0 < len(again) < 14
@@ -220,7 +221,7 @@ def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:
     values = [np.float32(0.1), limits.smallest_subnormal, limits.max, np.float32(0)]
     with journal.Journal(tmp_path / "j", "k") as one:
         for i, value in enumerate(values):
-            one.note_measured(jobs.Measured(str(i), float(value), 0, -3, 5, True))
+            one.note_measured(run_job.Measured(str(i), float(value), 0, -3, 5, True))
     with journal.Journal(tmp_path / "j", "k") as two:
         assert [np.float32(found.amax) for found in two.measured.values()] == values
-        assert two.measured["0"] == jobs.Measured("0", float(np.float32(0.1)), 0, -3, 5, True)
+        assert two.measured["0"] == run_job.Measured("0", float(np.float32(0.1)), 0, -3, 5, True)

@@ -8,8 +8,8 @@ import published
 import pytest
 from synthetic import refused
 
-from fp4kit.checkpoint.rules import STACKS, Candidate, Kind, Model, candidate, model_facts
-from fp4kit.checkpoint.selection import Decision, Wishes, decide
+from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, Kind, Model, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
 
 MODEL = Model(7)
 

@@ -16,11 +16,12 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, explain, make_plan
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.identify import CheckpointVerdict, LayerVerdict
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint import ConversionReport, Options, ScaleSearch, convert, make_plan
+from fp4kit.checkpoint.identify import diagnose
+from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerVerdict
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.safetensors_file import read_header
 
 RECIPE = "nvfp4-modelopt-static"
@@ -85,7 +86,7 @@ def test_slabs_threads_and_resuming_do_not_matter(model, tmp_path: Path, monkeyp
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors)
     whole = searched(source, tmp_path / "a", weights)
-    monkeypatch.setattr("fp4kit.checkpoint.reading.SLAB_BYTES", 16 * 64 * 4)
+    monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 16 * 64 * 4)
     parts = searched(source, tmp_path / "b", weights, options=Options(2))
     assert compare_checkpoints(tmp_path / "a", tmp_path / "b").equal
     for name, losses in whole.gains.items():
@@ -275,8 +276,8 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
     """Each layer took as long as all mishaps together: 50 s of 48 layers of 32 rows."""
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
-    tried, right = [], explain.try_layout
-    monkeypatch.setattr(explain, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest))
+    tried, right = [], diagnose.try_layout
+    monkeypatch.setattr(diagnose, "try_layout", lambda case, layout, *rest: tried.append(layout) or right(case, layout, *rest))
     assert all(layer.explanation.searched for layer in identify_checkpoint(tmp_path / "d", source).layers)
     assert len(tried) == 5 and not any(layout.mishaps for layout in tried)
 

@@ -13,10 +13,11 @@ import synthetic
 from seconds import TEN, cpu_seconds
 from synthetic import refused
 
-from fp4kit.checkpoint import make_plan, selection, sharing
-from fp4kit.checkpoint.names import hugging_face_names
-from fp4kit.checkpoint.rules import Candidate, Model, candidate
-from fp4kit.checkpoint.selection import Decision, Judge, Wishes, check, decide
+from fp4kit.checkpoint import make_plan
+from fp4kit.checkpoint.model.megatron_names import hugging_face_names
+from fp4kit.checkpoint.selection import fused_layers, selection
+from fp4kit.checkpoint.selection.name_rules import Candidate, Model, candidate
+from fp4kit.checkpoint.selection.selection import Decision, Judge, Wishes, check, decide
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
@@ -244,8 +245,8 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
     taken = [tensor.module for tensor in candidates if decisions[tensor.name].converted]
-    assert not sharing.unpaired(taken)
-    return len(sharing.shared_amax_groups(taken))
+    assert not fused_layers.unpaired(taken)
+    return len(fused_layers.shared_amax_groups(taken))
 
 
 @pytest.mark.exhaustive

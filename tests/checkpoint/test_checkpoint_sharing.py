@@ -5,8 +5,8 @@ from __future__ import annotations
 import published
 import pytest
 
-from fp4kit.checkpoint import sharing
-from fp4kit.checkpoint.selection import Wishes, decide
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
 def groups_of(name: str) -> dict[str, set[str]]:
@@ -14,7 +14,7 @@ def groups_of(name: str) -> dict[str, set[str]]:
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}
-    for module, group in sharing.shared_amax_groups(t.module for t in candidates if decisions[t.name].converted).items():
+    for module, group in fused_layers.shared_amax_groups(t.module for t in candidates if decisions[t.name].converted).items():
         found.setdefault(group, set()).add(module)
     return found
 
@@ -56,7 +56,7 @@ def test_groups_of_published_models(name: str, count: int) -> None:
 def test_what_shares_an_amax(parent: str, leaves: tuple[str, ...]) -> None:
     modules = [f"{parent}.{leaf}" for leaf in leaves]
     others = [f"{parent}.{leaf}" for leaf in ("o_proj", "down_proj", "w2", "q_b_proj", "wq_b", "kv_b_proj", "wo_a", "out_proj")]
-    groups = sharing.shared_amax_groups([*modules, *others, f"other.{leaves[0]}"])
+    groups = fused_layers.shared_amax_groups([*modules, *others, f"other.{leaves[0]}"])
     assert set(groups) == set(modules) and len(set(groups.values())) == 1
     assert all(leaf in groups[modules[0]] for leaf in leaves)
 
@@ -82,13 +82,13 @@ def test_every_expert_is_a_group_and_a_stack_none() -> None:
 )
 def test_unpaired_halves(modules: list[str], module: str, missing: str) -> None:
     text = f"{module}: there is no {missing} beside it, with which it shares a tensor amax; add the tensor"
-    assert sharing.unpaired(modules) == [text]
-    other = f"{sharing.split_module(module)[0]}.{missing}"
-    assert sharing.unpaired(modules, [other]) == [] and sharing.unpaired([*modules, other]) == []
+    assert fused_layers.unpaired(modules) == [text]
+    other = f"{fused_layers.split_module(module)[0]}.{missing}"
+    assert fused_layers.unpaired(modules, [other]) == [] and fused_layers.unpaired([*modules, other]) == []
 
 
 def test_halves_of_different_experts_are_no_pair() -> None:
-    lines = sharing.unpaired(["a.experts.7.gate_proj", "a.experts.6.up_proj"])
+    lines = fused_layers.unpaired(["a.experts.7.gate_proj", "a.experts.6.up_proj"])
     assert [line.split(" beside")[0] for line in lines] == [
         "a.experts.7.gate_proj: there is no up_proj",
         "a.experts.6.up_proj: there is no gate_proj",
@@ -108,15 +108,15 @@ def test_halves_of_different_experts_are_no_pair() -> None:
     ],
 )
 def test_what_is_no_half(modules: list[str]) -> None:
-    assert sharing.unpaired(modules) == []
+    assert fused_layers.unpaired(modules) == []
 
 
 def test_no_published_model_has_unpaired_halves() -> None:
     for make in published.MODELS.values():
         candidates = make()
-        assert sharing.unpaired(tensor.module for tensor in candidates if tensor.is_weight) == []
+        assert fused_layers.unpaired(tensor.module for tensor in candidates if tensor.is_weight) == []
 
 
 def test_names_of_unpaired_halves_are_shown_safely() -> None:
-    (line,) = sharing.unpaired(["a\x1b[2J.gate_proj"])
+    (line,) = fused_layers.unpaired(["a\x1b[2J.gate_proj"])
     assert line.startswith(r"a\x1b[2J.gate_proj: there is no up_proj")

@@ -15,7 +15,8 @@ from kill_points import files_of
 from runs import Model
 from synthetic import refused
 
-from fp4kit.checkpoint import jobs, staging
+from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.run import staging
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def model(tmp_path: Path) -> Model:
 def test_job_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_bytes(bytes(8))
     (tmp_path / "x").symlink_to(tmp_path / "victim")
-    with pytest.raises(OSError, match="symbolic links"), jobs._Output((jobs.Target("values", tmp_path / "x", 0, 8, "U8"),)):
+    with pytest.raises(OSError, match="symbolic links"), run_job._Output((run_job.Target("values", tmp_path / "x", 0, 8, "U8"),)):
         pass
     assert (tmp_path / "victim").read_bytes() == bytes(8)
 

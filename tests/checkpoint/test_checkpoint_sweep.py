@@ -18,13 +18,14 @@ import synthetic
 from kill_points import files_of
 from synthetic import refused
 
-from fp4kit.checkpoint import jobs, staging, sweep
-from fp4kit.checkpoint.convert import Options, bytes_to_read, convert, execute
-from fp4kit.checkpoint.execution import run_all
-from fp4kit.checkpoint.job import Job
-from fp4kit.checkpoint.manifest import differences
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.planned import jobs_of
+from fp4kit.checkpoint.convert import run_job, scheduler
+from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
+from fp4kit.checkpoint.model.manifest import differences
+from fp4kit.checkpoint.plan.job import Job
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.plan_jobs import jobs_of
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.executors import run_all
 
 SYNC = staging.sync_file
 
@@ -56,7 +57,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         monkeypatch.setattr(owner, name, noted)
 
     for owner, name, word in (
-        (jobs, "measure", "measure"), (jobs, "write", "write"), (staging, "sync_file", "sync"), (sweep, "digest_of", "hash"),
+        (run_job, "measure", "measure"), (run_job, "write", "write"),
+        (staging, "sync_file", "sync"), (scheduler, "digest_of", "hash"),
     ):  # fmt: skip
         note(owner, name, word)
     return found
@@ -78,7 +80,7 @@ def test_a_group_is_written_as_soon_as_it_is_measured(
     """Before anything else is read, but for what two workers have been given already: 2 x 2 - 1 calls, and their groups."""
     synthetic.dense(tmp_path / "m")
     if ahead:
-        monkeypatch.setattr(import_module("fp4kit.checkpoint.convert"), "executor_of", inline)
+        monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "executor_of", inline)
     convert(tmp_path / "m", tmp_path / "out", options=Options(workers=2 if ahead else 1))
     read = [(word, job) for word, job in seen if word in ("measure", "write")]
     groups = {job.group for word, job in read if word == "measure"}
@@ -135,9 +137,9 @@ def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.Monke
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
-    running, write, remove = set(), jobs.write, staging._remove
+    running, write, remove = set(), run_job.write, staging._remove
 
-    def noted(job: Job, *rest: Any) -> jobs.Done:
+    def noted(job: Job, *rest: Any) -> run_job.Done:
         running.add(job.key)
         try:
             return write(job, *rest)
@@ -148,7 +150,7 @@ def test_a_verdict_waits_for_what_runs(tmp_path: Path, monkeypatch: pytest.Monke
         assert not running
         remove(partial)
 
-    monkeypatch.setattr(jobs, "write", noted)
+    monkeypatch.setattr(run_job, "write", noted)
     monkeypatch.setattr(staging, "_remove", checked)
     with ThreadPoolExecutor(4) as pool, refused("d.weight: 1 of 4096 values are NaN or infinite"):
         convert(tmp_path / "m", tmp_path / "out", options=Options(executor=pool))
@@ -183,7 +185,7 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
     synthetic.dense(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(import_module("fp4kit.checkpoint.convert"), "engine", lambda: "reference")
+        patch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "engine", lambda: "reference")
         patch.setattr(staging, "sync_file", on_a_bad_disk)
         options = {"one process": Options(), "processes": Options(2), "threads": Options(executor=pool)}[where]
         with pytest.raises(OSError, match="Input/output error"):

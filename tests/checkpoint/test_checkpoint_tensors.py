@@ -6,9 +6,9 @@ import synthetic
 from seconds import TEN, cpu_seconds
 
 from fp4kit.checkpoint import CheckpointError, Rules, Wishes, convert, convert_tensors
-from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.reading import Readers
-from fp4kit.checkpoint.weights import located
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import located
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}

@@ -15,8 +15,8 @@ from oracle import load
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.convert import convert
-from fp4kit.checkpoint.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 
 EXPERTS = "model.layers.1.mlp.experts"
 

@@ -21,8 +21,7 @@ import synthetic
 from exhaustive import exhaustive
 
 from fp4kit.checkpoint import Options, Wishes, convert
-from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.formats.container import (
+from fp4kit.checkpoint.containers.container import (
     CONTAINERS,
     CT_NVFP4,
     FP8_BLOCKS,
@@ -32,10 +31,11 @@ from fp4kit.checkpoint.formats.container import (
     Container,
 )
 from fp4kit.checkpoint.loaders import support
-from fp4kit.checkpoint.manifest import MANIFEST
-from fp4kit.checkpoint.soundness import Issue, grouped
-from fp4kit.checkpoint.statistics import Tally, amax_and_nonfinite, sqnr_db, tally
-from fp4kit.checkpoint.verify import LayerReport, VerifyReport, prepare, verify
+from fp4kit.checkpoint.model.manifest import MANIFEST
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.statistics import Tally, amax_and_nonfinite, sqnr_db, tally
+from fp4kit.checkpoint.verify.integrity import Issue, grouped
+from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
 from fp4kit.storage.errors import CheckpointError
@@ -146,7 +146,7 @@ DRAWN = (MODELOPT_NVFP4, CT_NVFP4, MODELOPT_MXFP8, FP8_BLOCKS, FP8_POWERS, *(f f
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any bytes as codes and scales, any values; chunks of rows do not show."""
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.decode"), "CHUNK_ELEMENTS", 7 * 96)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.decode"), "CHUNK_ELEMENTS", 7 * 96)
     rng = np.random.default_rng(CONTAINERS.index(form))
     for case in range(12):
         rows, columns = int(rng.integers(1, 300)), int(rng.integers(1, 6)) * 32
@@ -369,7 +369,7 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
     assert verify(model, source, options=Options(workers=2)) == whole
     with ThreadPoolExecutor(3) as executor:
         assert verify(model, source, options=Options(executor=executor)) == whole
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.reading"), "SLAB_BYTES", 64)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "SLAB_BYTES", 64)
     counted = verify(model, source, options=Options(progress=lambda count: done.__setitem__(0, done[0] + count)))
     assert done[0] == prepare(model, source).nbytes
     assert [without_sums(layer) for layer in counted.layers] == [without_sums(layer) for layer in whole.layers]
@@ -388,7 +388,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "m", {"num_hidden_layers": 1}, {"model.layers.0.mlp.down_proj.weight": x})
     del x
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.reading"), "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "SLAB_BYTES", 1 << 20)
     convert(tmp_path / "m", tmp_path / "out")
     tracemalloc.start()
     assert verify(tmp_path / "out", tmp_path / "m").clean

@@ -14,10 +14,10 @@ from gguf_files import EXPERTS
 from synthetic import refused
 
 from fp4kit.checkpoint import ConversionReport, Wishes, convert, make_plan
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.reading import Readers
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import read_gguf

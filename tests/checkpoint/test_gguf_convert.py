@@ -18,9 +18,10 @@ from gguf_files import EXPERTS
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import ConversionReport, Options, Wishes, convert, make_plan, staging
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint import ConversionReport, Options, Wishes, convert, make_plan
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
@@ -265,7 +266,7 @@ def test_nan(tmp_path: Path) -> None:
 def test_an_interrupted_run_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file appears whole; until then it is in a directory of its own, which --resume takes up."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
-    jobs = import_module("fp4kit.checkpoint.jobs")
+    jobs = import_module("fp4kit.checkpoint.convert.run_job")
     write, calls = jobs.write, []
 
     def dying(*arguments: Any) -> Any:
@@ -292,7 +293,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     gguf_files.write(tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)})
     del x
-    monkeypatch.setattr(import_module("fp4kit.checkpoint.reading"), "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(import_module("fp4kit.checkpoint.model.slabs"), "SLAB_BYTES", 1 << 20)
     tracemalloc.start()
     run(tmp_path / "m.gguf", options=Options(workers=1))
     peak = tracemalloc.get_traced_memory()[1]

@@ -14,14 +14,14 @@ import synthetic
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.formats.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
-from fp4kit.checkpoint.ggml_names import SCALING
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.reading import Readers, slabs, values_of
-from fp4kit.checkpoint.reconcile import reconcile
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.containers.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
+from fp4kit.checkpoint.containers.ggml_names import SCALING
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.reconcile import reconcile
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.ggml_types import GGML_TYPES

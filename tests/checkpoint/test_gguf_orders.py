@@ -15,8 +15,8 @@ from test_gguf_codes import directory, out_bytes, stored
 
 import fp4kit
 from fp4kit.checkpoint import Wishes, convert, make_plan
-from fp4kit.checkpoint.inspect import open_checkpoint
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.layouts import pack_gguf
 
 gguf = pytest.importorskip("gguf")

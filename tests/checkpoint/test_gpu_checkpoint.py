@@ -12,14 +12,14 @@ import synthetic
 from kill_points import files_of
 from on_gpu import DEVICES, ON_GPU
 
-from fp4kit.checkpoint import jobs
-from fp4kit.checkpoint.convert import Options, convert, execute
-from fp4kit.checkpoint.files import open_source
-from fp4kit.checkpoint.plan import make_plan
-from fp4kit.checkpoint.planned import jobs_of
-from fp4kit.checkpoint.statistics import amax_and_nonfinite, amax_and_nonfinite_on
-from fp4kit.checkpoint.verify import verify
-from fp4kit.checkpoint.weights import weights_of
+from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.convert.convert import Options, convert, execute
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
+from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.plan_jobs import jobs_of
+from fp4kit.checkpoint.verify.verify import verify
 
 pytestmark = ON_GPU
 PLACES = (0, 1) if DEVICES > 1 else (0,)
@@ -71,16 +71,16 @@ def test_amax_and_nonfinite(dtype: type) -> None:
 def test_devices_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.dense(tmp_path / "m")
     plan, seen = make_plan(tmp_path / "m"), {}
-    write = jobs.write
+    write = run_job.write
 
-    def noted(job: jobs.Job, *rest: object) -> jobs.Done:
-        if job.action == jobs.QUANTIZE:
+    def noted(job: run_job.Job, *rest: object) -> run_job.Done:
+        if job.action == run_job.QUANTIZE:
             seen[job.key] = job.device
         return write(job, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(jobs, "write", noted)
+    monkeypatch.setattr(run_job, "write", noted)
     execute(plan, tmp_path / "out", Options(devices=PLACES))
     nowhere = {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
-    keys = [job.key for job in jobs_of(plan, nowhere) if job.action == jobs.QUANTIZE]
+    keys = [job.key for job in jobs_of(plan, nowhere) if job.action == run_job.QUANTIZE]
     assert seen == {keys[i]: PLACES[i % len(PLACES)] for i in range(14)}
-    assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == jobs.QUANTIZE] == [0, 1] * 7
+    assert [job.device for job in jobs_of(plan, nowhere, (0, 1)) if job.action == run_job.QUANTIZE] == [0, 1] * 7

@@ -14,12 +14,12 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
-from fp4kit.checkpoint.compare import compare_checkpoints
-from fp4kit.checkpoint.inspect import Checkpoint, open_checkpoint
-from fp4kit.checkpoint.mlx import FORMS
-from fp4kit.checkpoint.pairs import identify_checkpoint
-from fp4kit.checkpoint.reading import Readers
-from fp4kit.checkpoint.verify import verify
+from fp4kit.checkpoint.containers.mlx import FORMS
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.inspect import Checkpoint, open_checkpoint
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.verify import verify
 
 RECIPES = {"mxfp4-ocp": (32, 4, "mxfp4"), "nvfp4-torchao-single": (16, 4, "nvfp4"), "mxfp8-te": (32, 8, "mxfp8")}
 GLOBAL = np.float32(2688)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
 
 try:
     import fcntl

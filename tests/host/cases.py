@@ -13,18 +13,18 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.cuda import launch
-from fp4kit.cuda.amax_columns import amax_columns
-from fp4kit.cuda.launch import Matrix
-from fp4kit.cuda.ways import WAYS, Way, Work
+from fp4kit.cuda.launch import matrix as launch
+from fp4kit.cuda.launch.amax_columns import amax_columns
+from fp4kit.cuda.launch.dispatch import WAYS, Way, Work
+from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.layouts import padded_shape
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 Result = tuple[str, np.ndarray, np.ndarray]  # name, actual, expected

@@ -14,18 +14,19 @@ from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.call.amaxes import tensor_amax_shape
-from fp4kit.cuda import clip, launch, requantize
-from fp4kit.cuda.launch import Matrix
-from fp4kit.cuda.ways import Work
+from fp4kit.cuda.launch import clip, requantize
+from fp4kit.cuda.launch import matrix as launch
+from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.formats import E4M3
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.host.engine import compute_tensor_amax
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.fake import clip_gradient
 from fp4kit.reference.quantize import Options, quantize_matrix
 from fp4kit.reference.requantize import keep_codes
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 
 AMAXES = (3.7, 0.0, 1e-9, 1e-45, 3e38, np.inf)
 

@@ -11,13 +11,13 @@ from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda import grouped
-from fp4kit.cuda.launch import Matrix
-from fp4kit.cuda.ways import Work
+from fp4kit.cuda.launch import grouped
+from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.evidence.testing import adversarial_blocks
-from fp4kit.quantized import Quantized
+from fp4kit.host.engine import compute_tensor_amax
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.fake import clip_gradient
 
 KINDS = ("row", "adversarial", "uneven", "nonfinite")

@@ -13,10 +13,10 @@ from host.harness import DeviceArray
 from inputs import BF16
 
 from fp4kit.call.parse import HADAMARD_BLOCK as BLOCK
-from fp4kit.cuda import loader
-from fp4kit.cuda.amax_strips import amax_strips
-from fp4kit.cuda.geometry import THREADS, address, grid
-from fp4kit.cuda.traits import TYPES
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.traits import TYPES
+from fp4kit.cuda.launch.amax_hadamard import amax_strips
+from fp4kit.cuda.launch.geometry import THREADS, address, grid
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 
 _ARGUMENTS = np.dtype([("x", "u8"), ("y", "u8"), ("columns", "u8"), ("is_short", "u8"), ("runs", "i8")])

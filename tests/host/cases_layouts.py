@@ -12,9 +12,9 @@ from host.harness import DeviceArray
 
 import fp4kit
 from fp4kit import layouts
-from fp4kit.cuda import pack_codes, swizzle, transpose
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.cuda.launch import pack_codes, swizzle, transpose
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 
 

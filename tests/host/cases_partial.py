@@ -12,17 +12,17 @@ from host.harness import DeviceArray
 from inputs import ordinary
 
 import fp4kit
-from fp4kit.cuda import partial
-from fp4kit.cuda.grouped_transpose import Matrix, transpose_group
+from fp4kit.cuda.launch import partial
+from fp4kit.cuda.launch.grouped_transpose import Matrix, transpose_group
 from fp4kit.layouts import packed
 from fp4kit.ops.partial import amax_shape
-from fp4kit.parts import packed_shape
+from fp4kit.quantized.part_shapes import packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference import partial as reference
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import encode_elements, tensor_amax
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.reference.tensor_rules import tensor_scale
 
 TENSOR_AMAX = np.float32(3.7)
 

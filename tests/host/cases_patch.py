@@ -12,9 +12,9 @@ from host.harness import DeviceArray
 from inputs import BF16, ordinary
 
 import fp4kit
-from fp4kit.cuda.launch import Matrix, quantize_matrix
-from fp4kit.cuda.ways import BAND_SHIFT, TILE_ROWS, Work
-from fp4kit.quantized import Quantized
+from fp4kit.cuda.launch.dispatch import BAND_SHIFT, TILE_ROWS, Work
+from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.hadamard import TE_SIGN_MASK
 

@@ -10,11 +10,11 @@ from host.cases import Quantize, Result, device, way
 from host.harness import DeviceArray
 
 import fp4kit
-from fp4kit.cuda import launch
-from fp4kit.cuda.launch import Matrix
-from fp4kit.parts import NEVER_NAN
-from fp4kit.quantized import Quantized
-from fp4kit.reference.implied import encodes_by_amax
+from fp4kit.cuda.launch import matrix as launch
+from fp4kit.cuda.launch.matrix import Matrix
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import NEVER_NAN
+from fp4kit.reference.implied_amax import encodes_by_amax
 
 TENSOR_SCALES = np.array([np.nan, 1.0, 0.3, 0.0, 1e-40, 7e-6, 3e38, np.inf, 2.0**-20], np.float32)
 

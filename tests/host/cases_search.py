@@ -16,23 +16,23 @@ from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
 from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import PLAIN, Terms
 from fp4kit.call.search_scales import Search as SearchCall
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import recipe_struct
 from fp4kit.cuda.engine import search_amaxes
 from fp4kit.cuda.engine.search_amaxes import bits_of
 from fp4kit.cuda.engine.search_factors import search_factors
 from fp4kit.cuda.engine.search_scales import SEARCH_THREADS, search_group, search_matrix
-from fp4kit.cuda.geometry import THREADS, Launch, address, grid
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import recipe_struct
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, grid
 from fp4kit.formats import E2M1, E4M3
+from fp4kit.host import engine
+from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.reference import engine
 from fp4kit.reference.codec import decode
-from fp4kit.reference.engine import compute_tensor_amax
 from fp4kit.reference.hadamard import hadamard_blocks
-from fp4kit.reference.power import power
-from fp4kit.reference.search import search_matrix as specified
+from fp4kit.reference.pow import power
 from fp4kit.reference.search_amaxes import multiples
+from fp4kit.reference.search_factors import search_matrix as specified
 from fp4kit.reference.search_scales import SIXTH
 
 Result = tuple[str, np.ndarray, np.ndarray]

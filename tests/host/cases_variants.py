@@ -11,8 +11,8 @@ from host.cases import Quantize, Result, device
 from host.cases_patch import Patch
 from host.harness import DeviceArray
 
-from fp4kit.cuda import launch
-from fp4kit.cuda.launch import Matrix
+from fp4kit.cuda.launch import matrix as launch
+from fp4kit.cuda.launch.matrix import Matrix
 from fp4kit.formats import ElementFormat
 from fp4kit.recipes import RECIPES, Recipe
 

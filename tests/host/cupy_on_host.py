@@ -16,13 +16,13 @@ import pytest
 from host.cuda_on_host import Device, cuda
 from host.device_memory import Memory, MemoryPointer, allocate, is_capturing, on_stream, wait
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 
 __all__ = ["cuda", "ndarray"]
 
 __version__ = "on the host"
 DLPACK_CUDA = 2
-rehearsing = False  # whether launches are only noted: libraries.py
+rehearsing = False  # whether launches are only noted: arrays.py
 
 
 # ---- the array ------------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 @contextmanager
 def installed() -> Iterator[None]:
     """This module is what `import cupy` gives; fp4kit forgets that it found it."""
-    found = interop.cupy
+    found = imports.cupy
     try:
         with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which forgets what is imported meanwhile
             patch.setitem(sys.modules, "cupy", sys.modules[__name__])

@@ -25,8 +25,9 @@ import pytest
 from host.compiler import SANITIZER_OPTIONS, SANITIZERS, Compiler, require_compiler
 
 import fp4kit.cuda
-from fp4kit import interop
-from fp4kit.cuda import geometry, loader
+from fp4kit.arrays import imports
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.launch import geometry
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.reference.arith import reciprocal_table
 
@@ -202,7 +203,7 @@ def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy:
             cached.cache_clear()
             stack.callback(cached.cache_clear)
         stack.enter_context(patch.object(loader, "function", function))
-        stack.enter_context(patch.object(interop, "cupy", lambda: fake))
+        stack.enter_context(patch.object(imports, "cupy", lambda: fake))
         stack.enter_context(patch.object(geometry, "multiprocessors", lambda device: MULTIPROCESSORS))
         yield
 

@@ -1,4 +1,4 @@
-"""Kernels as shared libraries in this process: the runner of the tests of the GPU where there is none. See README.md."""
+"""Kernels as shared arrays in this process: the runner of the tests of the GPU where there is none. See README.md."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from host import cupy_on_host
 from host.device_memory import check_around_all, live_memory, on_stream
 from host.harness import MORE_BLOCKS, SANITIZERS, Compiler, Instantiation, launching_on, program_text
 
-from fp4kit.call import repeat
-from fp4kit.cuda import loader
+from fp4kit.call import call_cache
+from fp4kit.cuda.compile import loader
 from fp4kit.reference.arith import reciprocal_table
 
 # Each library keeps its symbols to itself: two of them have templates of one name and other types.
@@ -136,10 +136,10 @@ class Libraries:
     @contextmanager
     def playing(self) -> Iterator[Any]:
         """The host plays the GPU: fp4kit finds its CuPy, and launches here."""
-        repeat._CALLS.clear()
+        call_cache._CALLS.clear()
         with cupy_on_host.installed(), launching_on(self.function, cupy_on_host):
             yield cupy_on_host
-        repeat._CALLS.clear()
+        call_cache._CALLS.clear()
 
     def close(self) -> None:
         """Compile nothing any more."""

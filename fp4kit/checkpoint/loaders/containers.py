@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp4kit.checkpoint.formats.configs import FORMATS, container_id
-from fp4kit.checkpoint.formats.container import CONTAINERS as STORED
-from fp4kit.checkpoint.formats.container import MODELOPT_NVFP4
+from fp4kit.checkpoint.containers.configs import FORMATS, container_id
+from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
+from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
 
 KINDS = ("nvfp4", "mxfp4", "mxfp8")
 _SYNTAX = {"modelopt": "modelopt", "compressed-tensors": "compressed-tensors", "sglang-mxfp8": "dotted", "gpt-oss": "mxfp4"}

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.loaders.matchers import MLA_LEAVES, READERS, Patterns, Reader, container_of
-from fp4kit.checkpoint.sharing import fused_groups, join_module, split_module
+from fp4kit.checkpoint.loaders.exclusion_semantics import MLA_LEAVES, READERS, Patterns, Reader, container_of
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, join_module, split_module
 
 _HEAD = "lm_head"
 _MLA_ALIAS = "fused_qkv_a_proj_with_mqa"

@@ -13,7 +13,7 @@ from typing import Any
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Container, container
 from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
-from fp4kit.checkpoint.loaders.runs import RUNS
+from fp4kit.checkpoint.loaders.observations import RUNS
 
 FAMILIES = ("dense", "llama", "moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
 _FAMILY_OF = {

@@ -1,7 +1,7 @@
 // Blocks of finite elements: their amaxes, scale codes and factors; loops that a compiler makes vectors of.
 #pragma once
 
-#include "input.h"
+#include "input_types.h"
 
 constexpr i64 kWidth = 2048;              // elements of a row that are encoded together, at most
 constexpr i64 kMostBlocks = kWidth / 16;  // and their blocks

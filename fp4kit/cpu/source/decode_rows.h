@@ -1,7 +1,7 @@
 // Values of rows of codes: by the tables of all scale codes, by bits, or block by block.
 #pragma once
 
-#include "decode.h"
+#include "decode_block.h"
 
 // The tables of all codes of a block scale under one tensor scale, and of which the values are not for look-up. are_unsigned: rules have just
 // made the codes, so that none has a sign.

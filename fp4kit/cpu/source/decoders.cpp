@@ -1,7 +1,7 @@
 // The table of decoders: how the codes of a recipe become values.
-#include "tables.h"
+#include "dispatch.h"
 
-#include "recipes.inc"  // needs the types of tables.h
+#include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 

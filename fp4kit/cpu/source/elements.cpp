@@ -1,7 +1,7 @@
 // The table of elements: how each is encoded.
-#include "tables.h"
+#include "dispatch.h"
 
-#include "recipes.inc"  // needs the types of tables.h
+#include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 

@@ -1,8 +1,8 @@
 // The functions that Python calls (native.py has their arguments): each does a whole matrix, by units of some rows and columns.
-#include "decoder.h"
-#include "multiples.h"
+#include "decode_matrix.h"
+#include "search_factors.h"
 #include "search.h"
-#include "tensors.h"
+#include "tensor_scale.h"
 
 extern "C" {
 

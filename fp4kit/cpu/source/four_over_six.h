@@ -7,11 +7,11 @@
 #include "../../cuda/kernels/rules/fake_arith.cuh"
 #include "../../cuda/kernels/rules/four_over_six_rules.cuh"
 #include "../../cuda/kernels/rules/sums.cuh"
-#include "encode.h"
+#include "encode_elements.h"
 
 constexpr int kAcross = 16;    // columns of a block
 constexpr int kAbreast = 16;   // blocks side by side
-constexpr int kMostRows = 16;  // of a block: MOST_ROWS of cpu/keys.py
+constexpr int kMostRows = 16;  // of a block: MOST_ROWS of cpu/coverage.py
 typedef float Lanes __attribute__((vector_size(kAbreast * sizeof(float))));
 
 static __forceinline__ Lanes lanes_at(const float* from) {

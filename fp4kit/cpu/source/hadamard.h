@@ -1,7 +1,7 @@
 // The randomized Hadamard transform of runs of 16 elements, as reference/hadamard.py has it.
 #pragma once
 
-#include "input.h"
+#include "input_types.h"
 
 constexpr int kLanes = 16;  // runs that are transformed together, element by element: loops over runs become vectors
 

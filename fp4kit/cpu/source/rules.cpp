@@ -1,7 +1,7 @@
 // The table of rules, which give the scales of blocks, and that of tensor rules.
-#include "tables.h"
+#include "dispatch.h"
 
-#include "recipes.inc"  // needs the types of tables.h
+#include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 

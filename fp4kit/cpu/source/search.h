@@ -1,10 +1,10 @@
-// Block amaxes whose scales have the least loss, unit by unit: by bounds where those hold (near.h), else of all candidates, sixteen side by
+// Block amaxes whose scales have the least loss, unit by unit: by bounds where those hold (search_pruned.h), else of all candidates, sixteen side by
 // side. The first of equals wins; where no loss is below infinity, the first of all.
 #pragma once
 
-#include "losses.h"
-#include "tables.h"
-#include "units.h"
+#include "search_losses.h"
+#include "dispatch.h"
+#include "work_units.h"
 
 // A search. candidates: 128 of each, by code. weights, hessian: of the columns, or nullptr. rule: of the code of a block's own amax under
 // tensor_amax; lower, upper: codes beside it that are candidates; rule -1: all are. out: an amax a block, in each of its rows. unproven: how

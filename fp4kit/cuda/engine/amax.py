@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.amaxes import tensor_amax_shape
 from fp4kit.call.parse import Call
-from fp4kit.cuda import launch, partial
-from fp4kit.cuda.amax_columns import amax_columns
-from fp4kit.cuda.amax_strips import amax_strips
-from fp4kit.cuda.geometry import THREADS
+from fp4kit.cuda.launch import matrix, partial
+from fp4kit.cuda.launch.amax_columns import amax_columns
+from fp4kit.cuda.launch.amax_hadamard import amax_strips
+from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.recipes import Recipe
 
 Rows = tuple[Any, str, bool]  # what launch.amax takes: an array, which elements count, whether by row
-_COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in launch.COUNTED.items()}
+_COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
@@ -31,18 +31,18 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
     rows, counted, by_row = covered_by_scales(x, r)
     if columnwise and call.mask is not None and x.size:
         return amax_strips(x.reshape(-1, x.shape[-1]), counted, call.mask)
-    return launch.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
+    return matrix.amax(rows, counted, by_row, call.mask).reshape(tensor_amax_shape(x.shape, r))
 
 
 def empty_amax() -> Any:
     """For the amax of a tensor, which a kernel will write."""
-    return interop.cupy().empty((), np.float32)
+    return imports.cupy().empty((), np.float32)
 
 
 def covered_by_scales(x: Any, r: Recipe) -> Rows:
     """What launch.amax takes for the amaxes of x's tensor scales: x, or a row for each; which elements count; whether by row."""
     if r.tensor_scaling not in ("row", "block"):
-        return x, launch.COUNTED[r.amax_nan], False
+        return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
         return in_blocks(x, r)
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]), _COUNTED_BY_ROW[r.amax_nan], True
@@ -55,19 +55,19 @@ def in_blocks(x: Any, r: Recipe) -> Rows:
 
 def clip_amax(call: Call) -> Any:
     """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
-    with interop.making_current(call.x.device.id):
-        x = interop.cupy().ascontiguousarray(call.moved)
-        return launch.amax(*covered_by_scales(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
+    with imports.making_current(call.x.device.id):
+        x = imports.cupy().ascontiguousarray(call.moved)
+        return matrix.amax(*covered_by_scales(x, call.recipe)).reshape(tensor_amax_shape(x.shape, call.recipe))
 
 
 def amax(call: Call) -> Any:
     """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
-    with interop.making_current(call.x.device.id):
-        x = interop.cupy().ascontiguousarray(call.moved)
+    with imports.making_current(call.x.device.id):
+        x = imports.cupy().ascontiguousarray(call.moved)
         if by_blocks(call.recipe):
             return _tile_maxima(x, call.recipe)
         rows, shape = amax_rows(call, x)
-        return launch.amax(*rows).reshape(shape)
+        return matrix.amax(*rows).reshape(shape)
 
 
 def by_blocks(r: Recipe) -> bool:
@@ -79,7 +79,7 @@ def _tile_maxima(x: Any, r: Recipe) -> Any:
     """amax of the blocks of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
-    out = interop.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
+    out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
     B = prod(lead) if M % r.block_rows else 1  # matrices of whole blocks are one tall matrix
     if x.size:
         for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
@@ -100,13 +100,13 @@ def amax_rows(call: Call, x: Any) -> tuple[Rows, tuple[int, ...]]:
 
 def plain_amax(x: Any, axis: Any) -> Any:
     """Largest |x|, of all or along axes, NaN where there is one."""
-    with interop.making_current(x.device.id):
+    with imports.making_current(x.device.id):
         columns = reduced_columns(x, axis)
         if columns is not None:
             matrices, shape = columns
             return amax_columns(matrices).reshape(shape)
         rows, shape = reduced_rows(x, axis)
-        return launch.amax(rows, by_row=axis is not None).reshape(shape)
+        return matrix.amax(rows, by_row=axis is not None).reshape(shape)
 
 
 def reduced_columns(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
@@ -127,7 +127,7 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 def reduced_rows(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
     """x contiguous, in rows (n, m) that are each reduced to one number where axis is not None; and the shape of the result."""
-    cupy = interop.cupy()
+    cupy = imports.cupy()
     if axis is None:
         return cupy.ascontiguousarray(x), ()
     reduced = _axes(x, axis)

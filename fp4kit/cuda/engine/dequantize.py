@@ -7,19 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_of
-from fp4kit.cuda.geometry import ready
-from fp4kit.cuda.launch import dequantize_matrix
-from fp4kit.cuda.limits import check_formats
-from fp4kit.quantized import Quantized
+from fp4kit.cuda.launch.geometry import ready
+from fp4kit.cuda.launch.matrix import dequantize_matrix
+from fp4kit.cuda.launch.supported import check_formats
+from fp4kit.quantized.container import Quantized
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
     """Values of q, rounded to dtype; in out, or a new array."""
     check_formats(q.recipe)
-    cupy = interop.cupy()
-    with interop.making_current(q.packed.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(q.packed.device.id):
         direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous and out.data.ptr % 16 == 0
         moved: Any = out if direct else cupy.empty(q.moved_shape, dtype)
         if moved.size:

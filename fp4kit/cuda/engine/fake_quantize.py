@@ -6,22 +6,22 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
-from fp4kit.cuda.clip import clip_gradient
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
-from fp4kit.cuda.launch import Matrix, quantize_matrix
-from fp4kit.cuda.ways import way_of
+from fp4kit.cuda.launch.clip import clip_gradient
+from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
     """Values of the recipe's fake_rule; without one, of the codes, in one pass."""
     call = searched(call)
-    cupy, work = interop.cupy(), work_of(call, values=True)
+    cupy, work = imports.cupy(), work_of(call, values=True)
     way_of(work), count(call, work, call.tensor_amax)  # declined before any work
-    with interop.making_current(call.x.device.id):
+    with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)
         work = finding(call, work, x)
@@ -40,8 +40,8 @@ def takes_own_amaxes(call: Call) -> bool:
 
 def clip(call: Call, amax: Any) -> Any:
     """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
-    cupy = interop.cupy()
-    with interop.making_current(call.x.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(call.x.device.id):
         x, g, limit = (cupy.ascontiguousarray(a) for a in (call.moved, np.moveaxis(call.grad, call.axis, -1), amax))
         out = cupy.empty(g.shape, g.dtype)
         clip_gradient(g, x, limit, out)

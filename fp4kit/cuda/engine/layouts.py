@@ -7,24 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop, layouts
+from fp4kit import layouts
+from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined
-from fp4kit.cuda import pack_codes
-from fp4kit.cuda import swizzle as swizzle_launcher
-from fp4kit.cuda import transpose as transpose_launcher
+from fp4kit.cuda.launch import pack_codes
+from fp4kit.cuda.launch import swizzle as swizzle_launcher
+from fp4kit.cuda.launch import transpose as transpose_launcher
 from fp4kit.layouts import padded_shape
-from fp4kit.parts import packed_shape, scale_shape
-from fp4kit.quantized import Quantized
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
     """Codes and scales of q transposed: of the last two axes of q.moved_shape. One launch."""
-    cupy, size = interop.cupy(), q.recipe.block_size
+    cupy, size = imports.cupy(), q.recipe.block_size
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
     if size not in transpose_launcher.BLOCKS:
         raise Declined(f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()")
-    with interop.making_current(packed.device.id):
+    with imports.making_current(packed.device.id):
         codes = cupy.empty(packed_shape(shape, q.recipe), np.uint8)
         block_scale = cupy.empty(padded_shape(scale_shape(shape, q.recipe), q.scale_layout), np.uint8)
         if codes.size:
@@ -37,8 +38,8 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
     """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
     layouts.check_size(scales, source, shape)
-    cupy = interop.cupy()
-    with interop.making_current(scales.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(scales.device.id):
         out = cupy.empty(padded_shape(shape, target), np.uint8)
         if out.size:
             *lead, R, C = shape
@@ -58,8 +59,8 @@ def unpack(packed: Any) -> Any:
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    cupy = interop.cupy()
-    with interop.making_current(array.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)
         if out.size:
             launch(cupy.ascontiguousarray(array), out)

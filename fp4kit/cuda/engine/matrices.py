@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cuda.launch import Matrix, is_whole
-from fp4kit.cuda.ways import Work
+from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.matrix import Matrix, is_whole
 
 # Elements of an array whose amax the kernel finds itself. 64, 128 and 256 x 4096 of bfloat16 to nvfp4-te on an H200, 2026-11-22:
 # one launch takes the device 4.5, 5.6 and 8.6 us, three take 5.9, 6.2 and 6.6; the host, one takes 5 us less.
@@ -71,7 +71,7 @@ def split(call: Call, work: Work, whole: Matrix) -> Iterator[tuple[Matrix, Work]
     B = count(call, work, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)
     K, rows = x.shape[-1], x.size // B // x.shape[-1]
     random = None if isinstance(call.random, int) else call.random
-    block_amax, random = (None if a is None else interop.cupy().ascontiguousarray(a) for a in (call.block_amax, random))
+    block_amax, random = (None if a is None else imports.cupy().ascontiguousarray(a) for a in (call.block_amax, random))
     whole = whole._replace(block_amax=block_amax, random=random)
     scales = ("tensor_amax", "amax_out", "column_amax_out", "tensor_scale", "column_tensor_scale")
     parts = {name: a.reshape(B, -1) for name, a in _arrays(whole) if name not in scales}

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.shards import amax_shape
-from fp4kit.cuda import launch, partial
+from fp4kit.cuda.launch import matrix, partial
 from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
     """amax of the owned part of each block, 0 elsewhere: float32 (ceil(M / block rows), K / block)."""
     partial.check_matrices([shape], r)
-    cupy = interop.cupy()
-    with interop.making_current(shard.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(shard.device.id):
         out = cupy.zeros(amax_shape(shape, r), np.float32)
         if shard.size:
             partial.amax_shard(cupy.ascontiguousarray(shard), out, shape, start, r)
@@ -26,10 +26,10 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> A
 def partial_cast(shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any) -> None:
     """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
     partial.check_matrices([shape], r)
-    cupy = interop.cupy()
-    with interop.making_current(shard.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(shard.device.id):
         block_amax = cupy.ascontiguousarray(block_amax)
-        whole = launch.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
+        whole = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
         if not shard.size:
             return
         first, last = partial.factor_rows(start, start + shard.size, shape, r)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.amaxes import without_sign
 from fp4kit.call.outputs import empty_quantized
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.amax import empty_amax, tensor_amax
 from fp4kit.cuda.engine.matrices import count, finding, split, work_of
 from fp4kit.cuda.engine.search_scales import searched
-from fp4kit.cuda.launch import Matrix, empty_scales, quantize_matrix
-from fp4kit.cuda.ways import Work, find, way_of
-from fp4kit.quantized import Quantized
-from fp4kit.reference.scaling import tensor_scale
+from fp4kit.cuda.launch.dispatch import Work, find, way_of
+from fp4kit.cuda.launch.matrix import Matrix, empty_scales, quantize_matrix
+from fp4kit.quantized.container import Quantized
+from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
@@ -24,8 +24,8 @@ def quantize(call: Call) -> Quantized:
     if find(work) is None:
         work = work_of(call)
     way_of(work), count(call, work, call.tensor_amax)  # declined before any work
-    with interop.making_current(call.x.device.id):
-        x = interop.cupy().ascontiguousarray(call.x if work.columns else call.moved)
+    with imports.making_current(call.x.device.id):
+        x = imports.cupy().ascontiguousarray(call.x if work.columns else call.moved)
         work = finding(call, work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(call, x, work.columns)
         new = allocate if asked.tensor_amax is None else _allocate_own
@@ -44,8 +44,8 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
     if find(work) is None or not one_amax:
         return quantize(row), quantize(column)
-    with interop.making_current(row.x.device.id):
-        x = interop.cupy().ascontiguousarray(row.x)
+    with imports.making_current(row.x.device.id):
+        x = imports.cupy().ascontiguousarray(row.x)
         work = finding(row._replace(mask=column.mask), work, x)
         amax = empty_amax() if work.finds_amax else tensor_amax(row, x)
         results = _allocate_own(row, amax), _allocate_own(column, amax)
@@ -55,12 +55,12 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 def allocate(call: Call, amax: Any) -> Quantized:
     """What a call writes to; amax in its canonical shape, None without a tensor scale."""
-    return empty_quantized(call, amax, interop.cupy().empty, empty_scales)
+    return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 
 
 def _allocate_own(call: Call, amax: Any) -> Quantized:
     """With memory of its own for the amax: what was given, or is another result's, must not change with this one."""
-    return allocate(call, None if amax is None else interop.cupy().empty(amax.shape, amax.dtype))
+    return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
 
 def launch(call: Call, work: Work, x: Any, amax: Any, row: Quantized | None, column: Quantized | None) -> None:
@@ -85,4 +85,4 @@ def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
     for q in results:
         if q is not None and q.tensor_scale is not None:
             scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)
-            q.tensor_scale[...], q.tensor_amax[...] = interop.to_device(scale.decode), interop.to_device(scale.amax)
+            q.tensor_scale[...], q.tensor_amax[...] = imports.to_device(scale.decode), imports.to_device(scale.amax)

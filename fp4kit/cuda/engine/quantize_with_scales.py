@@ -6,26 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine.matrices import count, split, work_of
-from fp4kit.cuda.launch import Matrix, implied_amaxes, quantize_matrix
-from fp4kit.cuda.ways import way_of
-from fp4kit.parts import packed_shape
-from fp4kit.quantized import Quantized
-from fp4kit.reference.implied import encodes_by_amax
+from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.matrix import Matrix, implied_amaxes, quantize_matrix
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape
+from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
     """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
     work = work_of(call)
     way_of(work), count(call, work, call.tensor_scale)  # declined before any work
-    with interop.making_current(call.x.device.id):
+    with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:
             amax = implied_amaxes(result.tensor_scale, None, call.recipe, call.x.dtype) if encodes_by_amax(call.recipe) else None
             arrays = Matrix(
-                interop.cupy().ascontiguousarray(call.moved),
+                imports.cupy().ascontiguousarray(call.moved),
                 result.packed,
                 result.block_scale,
                 tensor_amax=amax,
@@ -41,7 +41,7 @@ def _result(call: Call) -> Quantized:
     """call.out, or a new Quantized, with the scales that are given."""
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
-        packed = interop.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
+        packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
         block_scale, tensor_scale = (_copied(a) for a in scales)
         return Quantized(packed, block_scale, tensor_scale, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
     for target, given in zip((out.block_scale, out.tensor_scale), scales, strict=True):

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.parse import Options, quantize_call
-from fp4kit.cuda import requantize as kernels
 from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.layouts import swizzle
 from fp4kit.cuda.engine.quantize import quantize
-from fp4kit.cuda.geometry import ready
-from fp4kit.quantized import Quantized
+from fp4kit.cuda.launch import requantize as kernels
+from fp4kit.cuda.launch.geometry import ready
+from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.requantize import may_keep_codes
 
@@ -26,7 +26,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
 
     The values are quantized, then overwritten with the codes as they are, where the device finds that they can be kept.
     """
-    with interop.making_current(q.packed.device.id):
+    with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
         may_keep = may_keep_codes(q, target)
         layout = "linear" if may_keep else q.scale_layout

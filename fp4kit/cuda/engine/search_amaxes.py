@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.search_scales import Search, Terms
-from fp4kit.cuda import loader
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.engine.amax import tensor_amax
-from fp4kit.cuda.geometry import THREADS, Launch, address, check_count, grid
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, check_count, grid
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference.search_amaxes import multiples
@@ -26,8 +26,8 @@ MOST_LOSSES = 1 << 25  # of rows under multiples, in memory at a time
 
 def search_amaxes(search: Search) -> Any:
     """amax * multiple of least loss: float32 in the shape of the amax."""
-    call, cupy = search.call, interop.cupy()
-    with interop.making_current(call.x.device.id):
+    call, cupy = search.call, imports.cupy()
+    with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         amaxes = tensor_amax(call, x)
         if not x.size:
@@ -42,7 +42,7 @@ def search_amaxes(search: Search) -> Any:
 def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
     """Of the rows of x, as many for each of the amaxes, into out; factors: float32, the multiples."""
     check_count(x.size)
-    cupy, device, (rows, columns) = interop.cupy(), x.device.id, x.shape
+    cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
     most = min(max(MOST_LOSSES // rows, 1), factors.size)
     losses, least = cupy.empty((rows, most), np.float64), cupy.empty(amaxes.shape, np.float64)
     arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.cuda import loader
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid
 from fp4kit.recipes import Recipe
-from fp4kit.reference.search import FACTORS
+from fp4kit.reference.search_factors import FACTORS
 
 _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(n, "i8") for n in ("rows", "columns")])
 

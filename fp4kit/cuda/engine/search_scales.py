@@ -10,24 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import interop
+from fp4kit.arrays import imports
 from fp4kit.call.amaxes import is_per_expert, part_of
 from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import AROUND_FLOOR, PLAIN, RUN, WIDEST, Search, Terms
-from fp4kit.cuda import grouped, loader
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import work_of
 from fp4kit.cuda.engine.search_amaxes import bits_of, objective_of, search_amaxes
 from fp4kit.cuda.engine.search_factors import prepared, search_factors
-from fp4kit.cuda.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
-from fp4kit.cuda.limits import check_formats
-from fp4kit.cuda.stub import instantiation
-from fp4kit.cuda.traits import TYPES, recipe_struct
-from fp4kit.cuda.ways import way_of
+from fp4kit.cuda.launch import grouped
+from fp4kit.cuda.launch.dispatch import way_of
+from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check_count, grid, ready
+from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
-from fp4kit.parts import scale_shape
+from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference.search import FACTORS
+from fp4kit.reference.search_factors import FACTORS
 
 _POINTERS = ("x", "tensor_amax", "of_columns", "block_amax", "unproven")  # of_columns: weights or Hessians
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
@@ -46,8 +47,8 @@ def search_scales(search: Search) -> Any:
     check_searched(search)
     if search.terms.grid is not None:
         return search_amaxes(search)
-    cupy = interop.cupy()
-    with interop.making_current(call.x.device.id):
+    cupy = imports.cupy()
+    with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         amaxes = tensor_amax(call, x)
         out = cupy.empty(scale_shape(x.shape, r), np.float32)
@@ -133,9 +134,9 @@ def searched(call: Call) -> Call:
         return call
     taking = call._replace(recipe=without_search(r))
     way_of(work_of(taking)._replace(calibrated=True))  # declined before any work
-    with interop.making_current(call.x.device.id):
-        x = interop.cupy().ascontiguousarray(call.moved)
-        amax, found = tensor_amax(call, x), interop.cupy().empty(scale_shape(x.shape, r), np.float32)
+    with imports.making_current(call.x.device.id):
+        x = imports.cupy().ascontiguousarray(call.moved)
+        amax, found = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
         matrices = searched_matrices(x, found, amax, r)
         if r.search in FACTORS:
             search_factors(matrices, r, call.mask)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence.fuzz_arrays import DTYPES
+from fp4kit.evidence.fuzz.arrays import DTYPES
 from fp4kit.evidence.live.adapter import Call
 from fp4kit.evidence.live.compare import Compared, Difference, difference_of
 from fp4kit.evidence.live.script import lines_of, program

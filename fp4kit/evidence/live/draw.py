@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
-from fp4kit.evidence import fuzz_arrays
+from fp4kit.evidence.fuzz import arrays
 from fp4kit.formats import E4M3, unsigned
 
 Shape = tuple[int, int]
@@ -35,7 +35,7 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     kind = tuple(KINDS)[number // len(dtypes) % len(KINDS)]
-    dtype = fuzz_arrays.DTYPES[dtypes[number % len(dtypes)]]
+    dtype = arrays.DTYPES[dtypes[number % len(dtypes)]]
     with np.errstate(all="ignore"):
         x = KINDS[kind](rng, _shape(rng, r, columns), dtype, r)
     return Drawn(np.ascontiguousarray(x, dtype), kind)
@@ -55,10 +55,10 @@ Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarra
 
 
 def _fuzzed(name: str) -> Kind:
-    """Return a kind of fuzz_arrays."""
+    """Return a kind of fuzz/arrays.py."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-        return fuzz_arrays.VALUES[name](rng, shape, dtype)
+        return arrays.VALUES[name](rng, shape, dtype)
 
     return kind
 
@@ -82,7 +82,7 @@ def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
     """Numbers of bfloat16 or float16, held in the dtype."""
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
-    return fuzz_arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
+    return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:

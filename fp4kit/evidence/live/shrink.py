@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fp4kit.evidence import fuzz_shrink
+from fp4kit.evidence.fuzz import shrink as fuzz_shrink
 from fp4kit.formats import bit_patterns
 
 FEW = 40  # numbers that are made simpler one by one, and blocks that are left out one by one

@@ -1,4 +1,4 @@
-// Block rules that write E8M0 scales: reference/block_rules_powers.py.
+// Block rules that write E8M0 scales: reference/block_rules_e8m0_serving.py.
 #pragma once
 
 #include "block_rules_e8m0.cuh"

@@ -1,4 +1,4 @@
-// Block rules that write E4M3 scales: reference/block_rules_serving.py.
+// Block rules that write E4M3 scales: reference/block_rules_e4m3_serving.py.
 #pragma once
 
 #include "block_rules.cuh"

@@ -1,4 +1,4 @@
-// The tensor scale that a stored one decodes with, and the amax that it implies: reference/implied.py, in the same steps.
+// The tensor scale that a stored one decodes with, and the amax that it implies: reference/implied_amax.py, in the same steps.
 #pragma once
 
 #include "decode.cuh"
@@ -53,7 +53,7 @@ FP4KIT_DEVICE float amax_near(float scale) {
   }
 }
 
-// The amax that a stored tensor scale implies: reference/implied.py, implied_amax.
+// The amax that a stored tensor scale implies: reference/implied_amax.py, implied_amax.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;
@@ -80,7 +80,7 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
-// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied.py, encoding_scale.
+// The TensorScale that codes are made with under a given one, from the amax that it implies: reference/implied_amax.py, encoding_scale.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};

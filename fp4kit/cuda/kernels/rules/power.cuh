@@ -1,4 +1,4 @@
-// d^p of errors, in float64, of +, -, *, / (each rounded once) and bits: reference/power.py, operation by operation.
+// d^p of errors, in float64, of +, -, *, / (each rounded once) and bits: reference/pow.py, operation by operation.
 #pragma once
 
 #include "types.cuh"

@@ -1,4 +1,4 @@
-// Tensor rules, under the names of reference/scaling.py: tensor_<rule> maps the amax of a tensor to a TensorScale. A recipe R is a struct
+// Tensor rules, under the names of reference/tensor_rules.py: tensor_<rule> maps the amax of a tensor to a TensorScale. A recipe R is a struct
 // that traits.py writes.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Sums of float32 in the order of producers, on which their last bits depend: reference/sums.py.
+// Sums of float32 in the order of producers, on which their last bits depend: reference/summation_order.py.
 #pragma once
 
 #include "types.cuh"

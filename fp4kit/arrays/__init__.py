@@ -1,0 +1,1 @@
+"""Arrays of other arrays: how they come in (DLPack) and how results go back to them."""

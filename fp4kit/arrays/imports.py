@@ -1,0 +1,280 @@
+"""Arrays of other arrays, without a copy: DLPack in as NumPy arrays, CUDA arrays as CuPy's; and where CuPy is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fp4kit.arrays import dlpack
+
+__all__ = ["as_array", "as_arrays", "cupy", "device_name", "import_arrays", "is_array", "making_current"]
+
+T = TypeVar("T")
+_HOST_DEVICES = (1, 3, 11)  # kDLCPU, and page-locked host memory: kDLCUDAHost, kDLROCMHost
+_DEVICE_NAMES = {
+    1: "cpu", 2: "cuda", 3: "cpu", 4: "opencl", 7: "vulkan", 8: "metal", 9: "vpi", 10: "rocm", 11: "cpu",
+    12: "ext_dev", 13: "cuda", 14: "oneapi", 15: "webgpu", 16: "hexagon", 17: "maia", 18: "trainium",
+}  # fmt: skip
+
+DIFFERENTIABLE = ("fake_quantize", "fake_quantize_grouped")  # of fp4kit.torch too, where gradients pass
+
+
+def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
+    """Return `x` as a NumPy array that shares its memory.
+
+    Args:
+        x: a NumPy array of any dtype and any strides, which is returned as it is; an np.matrix, np.memmap or other subclass,
+            which becomes a plain array; a NumPy scalar, which becomes a 0-d array; or an object in host memory that exports
+            DLPack (PyTorch, JAX, ...), of a real, complex or bool type, bfloat16, float8_e4m3fn, float8_e5m2, float8_e8m0fnu,
+            or float4_e2m1fn_x2, which arrives as uint8 (two codes a byte, the even element in the low nibble).
+        name: what error messages call `x`, such as "quantize: x".
+
+    Returns:
+        An array of the shape, strides and values of `x`; bfloat16 and the 8-bit floats have the dtypes of ml_dtypes. It
+        keeps the memory of `x` alive, and is read-only where the exporter says so or, as in NumPy, cannot say
+        (DLPack before 1.0).
+
+    Raises:
+        TypeError: `x` is no array (a list, a Python number, ...), a masked array, a tensor that is not dense memory (sparse,
+            nested, quantized), or its DLPack dtype is none of the above.
+        ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the meta
+            device.
+        NotImplementedError: `x` is on a CUDA or another device.
+        BufferError: the exporter refuses, gives no memory, or speaks a DLPack version other than 0.x and 1.x.
+    """
+    if type(x) is np.ndarray:
+        return x
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_unmasked(x, name)
+        return np.asarray(x)
+    if "torch._dynamo" in sys.modules and is_traced():
+        return untraced(as_array, x, name)
+    _require_host(device_name(x, name), name)
+    return dlpack.read(_detached(x), name)
+
+
+def check_unmasked(x: Any, name: str) -> None:
+    """Raise TypeError for a masked array, whose mask would be dropped without a word. They alone can be filled."""
+    if hasattr(x, "filled"):
+        variable = _variable(name)
+        raise TypeError(
+            f"{name} is a masked array, whose mask no function here heeds; needed is a plain array; pass {variable}.filled(0), "
+            f"or {variable}.data where what is masked counts too"
+        )
+
+
+def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
+    """Return every argument as `as_array` does, after checking that all are on one device.
+
+    Args:
+        operation: the function that error messages begin with, such as "quantize".
+        **named: the arrays by the names that error messages use; None stays None.
+
+    Returns:
+        The arrays, in the order of the arguments.
+
+    Raises:
+        ValueError: the arrays are on more than one device; the message names each of them.
+        TypeError, NotImplementedError, BufferError: as `as_array`.
+    """
+    prefix = f"{operation}: " if operation else ""
+    check_one_device(operation, **named)
+    return tuple(None if x is None else as_array(x, prefix + name) for name, x in named.items())
+
+
+def check_one_device(operation: str = "", /, **named: Any) -> None:
+    """Raise ValueError, naming each array's device, unless all arrays that are not None are on one device."""
+    prefix = f"{operation}: " if operation else ""
+    devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        places = ", ".join(f"{name} {'is ' * (i == 0)}on {place}" for i, (name, place) in enumerate(devices.items()))
+        raise ValueError(f"{prefix}{places}; all arrays of one call must be on one device; move them to one first")
+
+
+def device_name(x: Any, name: str = "x") -> str:
+    """Return where `x` lives: "cpu" (page-locked memory included), "cuda:0", "rocm:1", "metal:0", ...
+
+    An object with only `__cuda_array_interface__`, which tells no device number, gives "cuda".
+
+    Raises:
+        TypeError: `x` is neither a NumPy array nor an exporter of DLPack or of the CUDA array interface, or traced by JAX.
+        BufferError: `x` has no memory on one device: it is sharded, was deleted, or belongs to a transform such as torch.vmap.
+        TypeError, ValueError: `x` is a PyTorch tensor whose memory does not hold its values; see check_tensor.
+    """
+    if isinstance(x, (np.ndarray, np.generic)):
+        return "cpu"
+    if "torch._dynamo" in sys.modules and is_traced():
+        return untraced(device_name, x, name)
+    if hasattr(x, "data_ptr"):
+        check_tensor(x, name)
+    if hasattr(x, "__dlpack_device__") and hasattr(x, "__dlpack__"):
+        kind, index = _dlpack_device(x, name)
+        return "cpu" if kind in _HOST_DEVICES else f"{_DEVICE_NAMES.get(kind, f'DLPack device type {kind}')}:{index}"
+    if hasattr(x, "__cuda_array_interface__"):
+        return "cuda"
+    if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
+        raise TypeError(f"{name} is traced by JAX and has no values yet; needed are values; call what fp4kit.jax has, or outside")
+    raise TypeError(
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
+        f"DLPack (PyTorch, JAX, ...); pass np.asarray({_variable(name)}, np.float32)"
+    )
+
+
+def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
+    """Type and number of the device that an exporter's memory is on. Raises BufferError where it has none, or is on several."""
+    try:
+        kind, index = x.__dlpack_device__()
+        return int(kind), int(index)
+    except Exception as error:
+        why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
+        raise BufferError(
+            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in one "
+            "place: gather what is sharded; inside of torch.func, call what fp4kit.torch has"
+        ) from error
+
+
+def check_tensor(x: Any, name: str = "x") -> None:
+    """Raise TypeError or ValueError for a PyTorch tensor whose values are not what its memory holds, or that has none.
+
+    DLPack carries memory alone: a tensor with the negative bit set would arrive with every sign turned.
+    """
+    variable = _variable(name)
+    if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
+        raise TypeError(f"{name} is a tensor of layout {x.layout}; needed is a dense one; pass {variable}.to_dense()")
+    if getattr(x, "is_nested", False):
+        raise TypeError(f"{name} is a nested tensor; needed is one dense tensor; pass {variable}.unbind() to a grouped function")
+    if getattr(x, "is_quantized", False):
+        raise TypeError(f"{name} is a tensor of {x.dtype}; needed are plain numbers; pass {variable}.dequantize()")
+    if getattr(x, "is_meta", False):
+        raise ValueError(f"{name} is on the meta device, which has no memory; needed are values; materialize the tensor first")
+    for bit, is_set in (("negative", "is_neg"), ("conjugate", "is_conj")):
+        if getattr(x, is_set, bool)():
+            way_out = f"{variable}.resolve_{is_set[3:]}()"
+            raise ValueError(f"{name} has the {bit} bit set, which its memory does not show; pass {way_out}")
+    if getattr(x, "requires_grad", False):
+        _check_grad(x, name)
+
+
+def _check_grad(x: Any, name: str) -> None:
+    """Raise ValueError for a tensor whose gradient would be lost: not without grad mode, and not for codes of a parameter."""
+    torch, op = sys.modules["torch"], name.partition(":")[0]
+    if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
+        return
+    needed = f"needed is fp4kit.torch.{op}, which carries it, or" if op in DIFFERENTIABLE else "what fp4kit.torch has carries it;"
+    raise ValueError(f"{name} requires grad, which would end here; {needed} pass {_variable(name)}.detach()")
+
+
+def _variable(name: str) -> str:
+    """The argument's own name in `name`: "quantize: x" -> "x"."""
+    return name.rpartition(" ")[2]
+
+
+def _require_host(device: str, name: str) -> None:
+    if device == "cpu":
+        return
+    x = _variable(name)
+    way_out = f"cupy.asnumpy({x}) or {x}.cpu()" if device.startswith("cuda") else f"{x}.cpu() or jax.device_get({x})"
+    raise NotImplementedError(
+        f"{name} is on {device}; this version computes on NumPy arrays and on DLPack exporters in host memory; "
+        f"move it with {way_out}"
+    )
+
+
+def _detached(x: Any) -> Any:
+    """A tensor of PyTorch without its graph, which does not export otherwise."""
+    return x.detach() if getattr(x, "requires_grad", False) else x
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------------
+
+
+def is_traced() -> bool:
+    """Return whether torch.compile traces the caller, or would trace the functions that the caller calls.
+
+    Only to be called if "torch._dynamo" is in sys.modules.
+    """
+    if sys.modules["torch"].compiler.is_dynamo_compiling():  # a constant True in traced code
+        return _leave_untraced()
+    tracer = getattr(sys.modules["torch"]._C._dynamo.eval_frame, "get_eval_frame_callback", bool)()
+    return bool(tracer) and _leave_untraced()
+
+
+def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call the function. In traced code this is a graph break, and with fullgraph=True an error, once is_traced was called."""
+    return function(*args, **kwargs)
+
+
+def _leave_untraced() -> bool:
+    """Have torch.compile call `untraced` without tracing it, and return True. The tracer itself runs this function."""
+    if not hasattr(untraced, "_torchdynamo_disable"):
+        why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
+        globals()["untraced"] = sys.modules["torch"]._dynamo.disable(untraced, reason=why)
+    return True
+
+
+_leave_untraced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # what torch._dynamo.assume_constant_result sets
+
+
+# ---- CuPy -----------------------------------------------------------------------------------------------------------------
+
+_NOTHING = nullcontext()
+
+
+@cache
+def cupy() -> Any:
+    """The cupy module. Raises RuntimeError with what to install or what is missing."""
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise RuntimeError(
+            'fp4kit.cuda: CuPy is missing; run pip install "fp4kit[cuda12]" or "fp4kit[cuda13]", as the driver needs'
+        ) from error
+    try:
+        count = module.cuda.runtime.getDeviceCount()
+    except module.cuda.runtime.CUDARuntimeError as error:
+        raise RuntimeError(f"fp4kit.cuda: no usable CUDA driver ({error}); install or update NVIDIA's driver") from error
+    if not count:
+        raise RuntimeError("fp4kit.cuda: the CUDA driver sees no device; check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return module
+
+
+def to_device(host: np.ndarray) -> Any:
+    """A NumPy array on the current device. A number goes as a row: else CuPy compiles a kernel, for seconds."""
+    return cupy().asarray(host) if host.ndim else cupy().asarray(host.reshape(1)).reshape(())
+
+
+def making_current(device: int) -> AbstractContextManager[Any]:
+    """Context in which a device is the current one: nothing to do where it already is."""
+    cuda = cupy().cuda
+    return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
+
+
+def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
+    """The arrays without a copy, all of one device: NumPy arrays, or CuPy arrays where they are on a GPU."""
+    if _one_cupy_device(named.values()):
+        return tuple(named.values())
+    if not any(_on_cuda(a, f"{op}: {name}") for name, a in named.items()):
+        return as_arrays(op, **named)
+    check_one_device(op, **named)
+    module = cupy()
+    return tuple(a if isinstance(a, module.ndarray) else module.from_dlpack(_detached(a)) for a in named.values())
+
+
+def _one_cupy_device(arrays: Iterable[Any]) -> bool:
+    """Whether all are CuPy arrays of one device: CuPy need not be asked for an export, which takes the driver's time."""
+    kind = getattr(sys.modules.get("cupy"), "ndarray", None)
+    return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1
+
+
+def _on_cuda(a: Any, name: str) -> bool:
+    return device_name(a, name).startswith("cuda")
+
+
+def is_array(a: Any) -> bool:
+    """Whether it is an array of some library, which exports its memory."""
+    return hasattr(a, "__dlpack__") or hasattr(a, "__cuda_array_interface__")

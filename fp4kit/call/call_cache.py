@@ -1,0 +1,97 @@
+"""Calls that were checked before are done at once: on small arrays, the checks cost more than the work.
+
+The key of a call holds all that its checks and its work depend on: of each array its type, shape, dtype, strides, device and
+alignment, and every other argument. So a call with the key of one that went the full way, and was right, is right too. What is
+kept under a key is made by an engine (cuda/engine/cached_calls.py, cpu/cached_calls.py), and may return None: then the call is
+parsed in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports, jax_arrays, torch_arrays
+from fp4kit.quantized.container import Quantized
+
+MOST = 256  # calls that are kept; a program that uses more in turn finds them forgotten now and then
+Key = tuple[Hashable, ...]
+_UNKNOWN: Any = object()
+_CALLS: dict[Key, Callable[..., Any] | None] = {}  # None: such calls go the full way, and no engine is to be asked again
+by_specification: ContextVar[bool] = ContextVar("by_specification", default=False)  # whether that alone computes on NumPy arrays
+
+
+def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
+    """Key of a call of op, None if nothing is to be kept; and the prepared call, None where the call has to go the full way.
+
+    arrays: of NumPy, CuPy, PyTorch or JAX, all of one library, and Quantized of them; None for an array that is not given; on the
+    host a float as a tensor_amax. A call with any others has no key. others: all other arguments that a check depends on.
+    """
+    x = arrays[0]
+    own = type(x)
+    try:
+        facts, on_host = _facts_of(x.packed if own is Quantized else x)
+        if on_host and by_specification.get():
+            return None, None
+        where = None if on_host else imports.cupy().cuda.runtime.getDevice()
+        known = _facts(x, facts) if own is Quantized else facts(x)
+        rest = tuple([None if a is None else _facts(a, facts) for a in arrays[1:]])
+        key = (op, where, known, rest, others, tuple(map(type, others)))
+        found = _CALLS.get(key, _UNKNOWN)
+        return (key, None) if found is _UNKNOWN else (key if found else None, found)
+    except (AttributeError, TypeError, RuntimeError):  # no such array, one without memory, or an argument without a hash
+        return None, None
+
+
+def keep(key: Key | None, call: Callable[..., Any] | None) -> None:
+    """Keep a prepared call under its key, or that there is none; nothing without a key."""
+    if key is None:
+        return
+    if len(_CALLS) >= MOST:
+        _CALLS.clear()
+    _CALLS[key] = call
+
+
+def _facts(a: Any, facts: Callable[[Any], Hashable]) -> Hashable:
+    """What checks and work depend on, of an array; facts: of those of one library, TypeError for others."""
+    if type(a) is Quantized:
+        scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
+        found = facts(a.packed), scales is None or facts(scales), tensor_scale is None or facts(tensor_scale)
+        return a.shape, a.dtype, a.axis, a.recipe, a.scale_layout, found, amax is None or facts(amax)
+    return facts(a)
+
+
+def _facts_of(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
+    """Return the function that gives the facts of an array like `a`, and whether the array is in host memory."""
+    kind = type(a)
+    if kind is np.ndarray:
+        return _numpy_facts, True
+    if kind.__module__ == "cupy":
+        return _cupy_facts, False
+    if getattr(a, "is_cuda", False):
+        return torch_arrays.facts(), False
+    return (_torch_host_facts if getattr(a, "is_cpu", False) else jax_arrays.facts), True
+
+
+def _torch_host_facts(a: Any) -> Hashable:
+    kind = type(a)
+    return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
+
+
+def _cupy_facts(a: Any) -> Hashable:
+    kind = type(a)
+    if kind.__module__ != "cupy":
+        raise TypeError(kind)
+    memory = a.data
+    return kind, a.shape, a.dtype, a.strides, memory.ptr % 16, memory.device_id
+
+
+def _numpy_facts(a: Any) -> Hashable:
+    if type(a) in (float, np.float32):  # an amax, whose value nothing that is kept depends on
+        return type(a).__name__
+    if type(a) is not np.ndarray:
+        raise TypeError(type(a))
+    return np.ndarray, a.shape, a.dtype, a.strides, a.flags.num  # flags: alignment, and whether it can be written to

@@ -1,0 +1,58 @@
+"""Scales that the caller gives: of the shapes and types that the recipe has them in, where the call's arrays are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.call.amaxes import as_real, reshape_amax
+from fp4kit.formats import E4M3, E8M0
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized.part_shapes import NEVER_NAN, scale_shape
+from fp4kit.recipes import Recipe
+
+_FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.float8_e8m0fnu)}
+
+
+def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
+    """Raise ValueError unless the scales that the recipe has are given, and no others."""
+    has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
+    given = {"block_scale": block_scale is not None, "tensor_scale": tensor_scale is not None}
+    for name, there in given.items():
+        if there and not has[name]:
+            raise ValueError(f"{op}: {name} was given, but {r.id} has none; leave it out")
+        if has[name] and not there:
+            other = next(iter(given.keys() - {name}))
+            raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")
+
+
+def given_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:
+    """block_scale as uint8 in its layout; None for a recipe without."""
+    if r.scale is None:
+        return None
+    shape = padded_shape(scale_shape(moved_shape, r), layout)
+    if not hasattr(given, "dtype") or given.dtype not in (np.uint8, _FLOAT8[r.scale]):
+        got = getattr(given, "dtype", None) or type(given).__name__
+        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs uint8 bit patterns of {r.scale}, or {_FLOAT8[r.scale]}")
+    if given.shape != shape:
+        raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
+    return given.view(np.uint8)
+
+
+def given_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
+    """tensor_scale as float32 in its canonical shape, where x is; None for a recipe without. Values on a device are not read."""
+    if r.tensor_scaling == "none":
+        return None
+    if on_device and isinstance(given, imports.cupy().ndarray):
+        if given.dtype != np.float32:
+            raise TypeError(f"{op}: tensor_scale is {given.dtype}; needs float32 on a device")
+        return reshape_amax(op, given, moved_shape, r, "tensor_scale")
+    scale = reshape_amax(op, as_real(op, "tensor_scale", given), moved_shape, r, "tensor_scale")
+    bad = ~(scale >= 0) if r.tensor_rule in NEVER_NAN else scale < 0
+    if bad.any():
+        what = "NaN" if np.isnan(scale[bad]).any() else "negative"
+        raise ValueError(f"{op}: tensor_scale holds {int(bad.sum())} {what} value(s) of {scale.size}; needs tensor_scale >= 0")
+    return imports.to_device(scale) if on_device else scale

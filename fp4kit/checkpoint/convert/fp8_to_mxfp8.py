@@ -1,0 +1,65 @@
+"""FP8 of 128x128 blocks -> MXFP8 without a loss, where the scales are powers of two: the codes stay, the scales are repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.container import SCALES
+from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.formats import E8M0
+from fp4kit.storage.errors import CheckpointError, shown
+
+_FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
+
+
+def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
+    """E8M0 codes of scales that are powers of two, float32 or codes already; -1 for any other number."""
+    if scales.dtype == np.uint8:
+        return np.where(scales == E8M0.nan_code, -1, scales.astype(np.int64))
+    bits = np.ascontiguousarray(scales, np.float32).view(np.uint32)
+    codes = (bits >> np.uint32(_SIGN_AND_EXPONENT)).astype(np.int64)  # of a negative number above 255
+    usable = ((bits & _FRACTION) == 0) & (codes > 0) & (codes < E8M0.nan_code)
+    return np.where(usable, codes, -1)
+
+
+def is_exact(weight: Weight, slab: Slab) -> bool:
+    """Whether all scales of a slab are powers of two that E8M0 has."""
+    assert slab.scales is not None
+    return _are_exact(slab.scales)
+
+
+def _are_exact(scales: np.ndarray) -> bool:
+    return bool((_exponent_codes(scales) >= 0).all())
+
+
+def check(weights: Iterable[Weight]) -> None:
+    """Raise CheckpointError for the first weight whose scales are not all powers of two; they alone are read."""
+    with Readers() as readers:
+        for weight in weights:
+            scales = readers.array(weight.parts[SCALES])
+            if not _are_exact(scales.view(np.uint8) if scales.dtype.itemsize == 1 else scales):
+                raise refused(weight.tensor)
+
+
+def refused(tensor: str) -> CheckpointError:
+    """What is wrong with a tensor whose scales are not powers of two."""
+    why = "its scales are not powers of two, so that MXFP8 would have other values; say --requantize for that"
+    return CheckpointError(f"{shown(tensor)}: {why}")
+
+
+def write(job: Job, readers: Readers, output: Sink) -> None:
+    """Write the codes as they are; scales of 1x32 for those of 128x128."""
+    have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
+    assert have is not None
+    height, width = have.block
+    for slab in slabs(readers, job.weight, job.expert, job.span):
+        assert slab.codes is not None and slab.scales is not None
+        codes = _exponent_codes(slab.scales).astype(np.uint8)
+        rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]
+        put_rows(job, output, slab.codes, np.repeat(rows, width // wide, axis=1)[:, : columns // wide])

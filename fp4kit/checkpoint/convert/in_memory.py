@@ -1,0 +1,260 @@
+"""convert_tensors: named tensors of a trainer in, named tensors of a quantized checkpoint out, by the rules of the converter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arrays import torch_arrays
+from fp4kit.arrays.imports import to_device
+from fp4kit.arrays.returns import library_of
+from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
+from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
+from fp4kit.checkpoint.model.layers import Piece, pieces
+from fp4kit.checkpoint.model.megatron_names import hugging_face_names
+from fp4kit.checkpoint.model.weights import Weight, has_turned_stacks, stack_shape
+from fp4kit.checkpoint.plan.request import NUMBERS, Request, check_input_scale, experts_only
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
+from fp4kit.layouts import pack_mlx
+from fp4kit.lazy import lazy_property
+from fp4kit.ops.amax import amax as amax_of
+from fp4kit.ops.quantize import quantize
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, shown
+
+Named = tuple[str, Any]
+_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What convert_tensors does with every name: the recipe, the container, the selection; as make_plan has them.
+
+    config: of the model (config.json), for its layers, heads and type. format: None takes what most engines load.
+    """
+
+    recipe: Recipe
+    config: Mapping[str, Any] = field(default_factory=dict)
+    format: str | None = None
+    wishes: Wishes = field(default_factory=Wishes)
+    input_scale: float | None = None
+
+    @classmethod
+    def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
+        """With a recipe by its id."""
+        return cls(recipe(recipe_id), **fields)
+
+    def __post_init__(self) -> None:
+        if self.format == NUMBERS:
+            raise CheckpointError("format bf16: tensors of a trainer are numbers already; leave the call out")
+        mlx.check(self.form, self.config, ())  # what cannot be written is refused here
+        check_input_scale(self.form, self.input_scale is not None)
+
+    @lazy_property
+    def form(self) -> Container:
+        """What is written."""
+        found = Request(self.recipe, self.format, self.wishes, self.input_scale).form_for(self.config)
+        assert found is not None
+        return found
+
+    @lazy_property
+    def _facts(self) -> Any:
+        return model_facts(self.config)
+
+    @lazy_property
+    def _wishes(self) -> Wishes:
+        return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Names of Hugging Face that a name, of Megatron-Core or already one of those, stands for."""
+        return hugging_face_names(name, layers=self._facts.layers)
+
+    def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
+        """Name -> decision, of tensors given by name, safetensors dtype and shape: the converter's own."""
+        return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
+
+    def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
+        if len(shape) != 3:
+            return candidate(name, dtype, shape, self._facts)
+        return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
+
+
+def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
+    """Yield the tensors of a quantized checkpoint for those of a model, by the rules that the converter goes by.
+
+    tensors: (name, array), arrays of any library, on the host or a GPU; names of Hugging Face or of Megatron-Core, whose fused
+        parameters are taken apart (linear_fc1 into gate and up, linear_qkv into q, k and v by the heads of rules.config).
+    Each layer comes as its parts, under the names and dtypes of rules.form; what is not converted comes as it is. Layers that
+    share a tensor scale (gate and up; q, k and v) wait for each other; what stays alone comes last.
+    Parts are in the library of the array: 8-bit floats as PyTorch's or ml_dtypes', bit patterns (uint8) in CuPy.
+    Raises CheckpointError for a name of Megatron that is not known, a layer that mlx-lm would not find again, a gate without its
+    up projection, NaN or infinity in what is quantized (their amax is read from the device), and a scale that no loader can use.
+    Exact: the bytes that convert writes for the same tensors.
+
+    >>> import numpy as np
+    >>> from fp4kit.checkpoint import Rules, convert_tensors
+    >>> w = np.ones((32, 64), np.float32)
+    >>> for name, part in convert_tensors([("model.layers.0.self_attn.o_proj.weight", w)], Rules.of("mxfp4")):
+    ...     print(name, part.dtype, part.shape)
+    model.layers.0.self_attn.o_proj.weight_packed uint8 (32, 32)
+    model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
+    """
+    waiting: dict[str, list[tuple[str, Any]]] = {}
+    converted: list[str] = []
+    for given, array in tensors:
+        for name, part in _taken_apart(given, array, rules):
+            kind = _SAFETENSORS.get(_dtype_name(part), "U8")
+            decision = rules.decisions([(name, kind, tuple(part.shape))])[name]
+            if not decision.converted:
+                yield name, part
+                continue
+            mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
+            for module, matrix in _layers(name, part, rules):
+                converted.append(module)
+                yield from _gathered(module, matrix, rules, waiting)
+    alone = fused_layers.unpaired(converted)
+    if alone:
+        raise CheckpointError("; ".join(alone[:3]))
+    for members in waiting.values():
+        yield from _quantized(members, rules)
+
+
+def _dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def _taken_apart(given: str, array: Any, rules: Rules) -> Iterator[Named]:
+    """The tensors of Hugging Face that one of Megatron-Core holds."""
+    names = rules.names(given)
+    if len(names) == 1 or not names:
+        yield from ((name, array) for name in names)
+    elif len(names) == 2:
+        half = array.shape[0] // 2
+        yield from zip(names, (array[:half], array[half:]), strict=True)
+    else:
+        yield from zip(names, _heads(given, array, rules.config), strict=True)
+
+
+def _heads(given: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    """q, k and v of linear_qkv, whose rows are [heads of q, one of k, one of v] for every key-value head."""
+    text = config.get("text_config", config)
+    heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
+    if not heads or not groups or heads % groups:
+        needed = "num_attention_heads and num_key_value_heads"
+        raise CheckpointError(f"{shown(given)}: q, k and v are one; rules.config needs {needed}")
+    each = heads // groups
+    size, rest = divmod(array.shape[0], groups * (each + 2))
+    if rest:
+        raise CheckpointError(f"{shown(given)}: {array.shape[0]} rows are not {groups} groups of {each + 2} heads")
+    blocks = array.reshape(groups, each + 2, size, *array.shape[1:])
+    parts = (blocks[:, :each], blocks[:, each : each + 1], blocks[:, each + 1 :])
+    q, k, v = (part.reshape(-1, *array.shape[1:]) for part in parts)
+    return q, k, v
+
+
+def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
+    """The matrices that become layers of their own; a stack that stays one comes whole."""
+    shape = tuple(array.shape)
+    module = name.removesuffix(".weight")
+    if len(shape) == 2:
+        yield module, array
+        return
+    logical = stack_shape(shape, rules.config)
+    stack = array.swapaxes(1, 2) if has_turned_stacks(rules.config) else array
+    if rules.form.keeps_stacks:
+        yield module, stack
+        return
+    for piece in _pieces(module, name, logical, rules):
+        yield piece.module, stack[piece.expert, piece.span[0] : piece.span[1]]
+
+
+def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
+    return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
+
+
+def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Named]]) -> Iterator[Named]:
+    """The parts of a layer, or of its group once all are there; nothing before."""
+    group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
+    if group is None:
+        yield from _quantized([(module, matrix)], rules)
+        return
+    name, size = group
+    members = waiting.setdefault(name, [])
+    members.append((module, matrix))
+    if len(members) == size:
+        yield from _quantized(waiting.pop(name), rules)
+
+
+def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
+    """The parts of all members of a group, under one tensor amax."""
+    amaxes = [_finite_amax(module, matrix) for module, matrix in members]
+    shared = max(amaxes) if rules.form.has_tensor_scale else None
+    for module, matrix in members:
+        yield from _parts(module, matrix, shared, rules)
+
+
+def _finite_amax(module: str, matrix: Any) -> np.float32:
+    found = np.float32(float(amax_of(matrix)))
+    if not np.isfinite(found):
+        raise CheckpointError(f"{shown(module)}: holds NaN or infinity; repair it, or leave it out with Wishes(keep=...)")
+    return found
+
+
+def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) -> Iterator[Named]:
+    form = rules.form
+    q = quantize(matrix, rules.recipe, tensor_amax=shared)
+    packed, scales_of_blocks = q.packed, q.block_scale
+    if shared is not None and shared == 0:
+        q = of_zeros(q.to("numpy"))
+        packed, scales_of_blocks = _in_library(q.packed, packed), _in_library(q.block_scale, packed)
+    specs = form.specs(tuple(matrix.shape))
+    yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
+    yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
+    scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
+    if rules.input_scale is not None:
+        given = np.float32(rules.input_scale)
+        scales.append((INPUT_SCALE, np.float32(1) / given if form.divides else given))
+    for part, value in scales:
+        array = np.full(form.tensor_scale_shape, value, np.float32)
+        yield module + form.suffixes[part], _in_library(array, packed)
+
+
+def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
+    scale = np.float32(float(q.tensor_scale))
+    divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
+    stored = scale if not rules.form.divides else np.float32(1) / scale if divisor is None else divisor
+    if not usable_tensor_scale(scale) or not usable_tensor_scale(stored):
+        raise CheckpointError(f"{shown(module)}: tensor scale {scale}, not a positive normal float32; use another recipe")
+    return stored
+
+
+def _typed(array: Any, dtype: str) -> Any:
+    """Bytes as the dtype that a file says, where the library has it."""
+    if dtype == "U32":
+        return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
+    names = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I8": "int8"}
+    if dtype not in names or type(array).__module__ == "cupy":
+        return array
+    library = library_of(array)
+    if library is None:
+        return array.view(getattr(ml_dtypes, names[dtype], np.int8))
+    return array.view(torch_arrays.dtype_named(names[dtype])) if library.name == "torch" else array
+
+
+def _in_library(value: np.ndarray, like: Any) -> Any:
+    """A host array where `like` is."""
+    if isinstance(like, np.ndarray):
+        return value
+    library = library_of(like)
+    if library is None:
+        return to_device(value)
+    with library.at_home(like) as give:
+        return give(value)

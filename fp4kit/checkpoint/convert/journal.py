@@ -1,0 +1,152 @@
+"""What an interrupted run has done: lines of JSON beside the files that it fills, and the key that says which run it was.
+
+The key covers the source (name, size, time of change and header of every file, and its config), the request and the version.
+A job that is written down as done is believed only if its bytes are still those that it wrote: a line may reach the disk first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fp4kit import __version__
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.plan.job import Done, Measured
+from fp4kit.checkpoint.plan.request import Request
+from fp4kit.recipes.to_dict import as_data
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.json_object import MAX_BYTES
+from fp4kit.storage.safetensors_file import SafetensorsFile
+
+
+def header_digest(file: SafetensorsFile) -> str:
+    """SHA-256 of the header of a file; of a safetensors file, its length included."""
+    with file.path.open("rb") as stream:
+        if isinstance(file, GgufFile):
+            return hashlib.sha256(stream.read(file.data_start)).hexdigest()
+        length = stream.read(8)
+        return hashlib.sha256(length + stream.read(int.from_bytes(length, "little"))).hexdigest()
+
+
+def source_facts(source: Source) -> dict[str, dict[str, Any]]:
+    """Of each file of a source: bytes, and the SHA-256 of its header."""
+    return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
+
+
+def identity(source: Source) -> str:
+    """Names a model directory and its headers."""
+    facts = json.dumps(source_facts(source), sort_keys=True).encode()
+    return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """A request as JSON has it."""
+    recipe = as_data(request.recipe)
+    codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
+    search = {} if request.search is None else {"scale_search": request.search.facts()}
+    return {
+        "recipe": recipe, "format": request.format, "wishes": asdict(request.wishes), "input_scale": request.input_scale,
+        "requantize": request.requantize, "nonfinite": request.nonfinite, **codes, **search,
+    }  # fmt: skip
+
+
+def key_of(source: Source, request: Request) -> str:
+    """What names a run: equal for equal sources, requests and versions."""
+    times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
+    facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+_LONGEST_KEY = 1 << 10  # bytes of the first line, which holds a SHA-256
+
+
+class Journal:
+    """Lines that a run appends, each at once. measured, done: what the lines of an earlier run say, by the keys of jobs.
+
+    Raises CheckpointError for the journal of another run, and for one larger than any journal. Both stay as they are.
+    A line that was cut counts as not written.
+    """
+
+    def __init__(self, path: Path, key: str) -> None:
+        self.measured: dict[str, Measured] = {}
+        self.done: dict[str, Done] = {}
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            self._begin(path, key)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _begin(self, path: Path, key: str) -> None:
+        """Read the whole lines that are there, cut off what follows the last of them, and write the key of a new journal."""
+        size = os.fstat(self._file).st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(
+                f"{path}: has {size} bytes, and no journal has more than {MAX_BYTES}; it is damaged; "
+                "remove it with fp4kit convert --remove-stale, and start again"
+            )
+        text = path.read_bytes()
+        end = text.rfind(b"\n") + 1
+        lines = [_parsed(line) for line in text[:end].splitlines()]
+        if lines and lines[0].get("key") != key:
+            raise CheckpointError(
+                f"{path.parent}: was begun from another source, with other options or by another version; "
+                "remove it with fp4kit convert --remove-stale, and start again"
+            )
+        os.ftruncate(self._file, end)
+        for line in lines:
+            self._believe(line)
+        if not lines:
+            self._write({"key": key})
+
+    def _believe(self, line: Mapping[str, Any]) -> None:
+        with suppress(TypeError):  # a damaged line
+            if "measured" in line:
+                self.measured[str(line["measured"][0])] = Measured(*line["measured"])
+            if "done" in line:
+                self.done[str(line["done"][0])] = Done(*line["done"])
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = json.dumps(line).encode() + b"\n"
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def note_measured(self, found: Measured) -> None:
+        """A weight was measured."""
+        self._write({"measured": list(found)})
+
+    def note_done(self, found: Done) -> None:
+        """A job wrote its bytes."""
+        self._write({"done": list(found)})
+
+
+def key_of_lines(path: Path) -> str | None:
+    """Return the key of the run that wrote a journal; None if it does not begin with one."""
+    with path.open("rb") as file:
+        key = _parsed(file.readline(_LONGEST_KEY)).get("key")
+    return key if isinstance(key, str) else None
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line; nothing of one that is damaged."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

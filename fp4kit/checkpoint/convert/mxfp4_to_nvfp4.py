@@ -1,0 +1,65 @@
+"""MXFP4 -> NVFP4 without a loss: the codes stay, and powers of two become E4M3 block scales over a tensor scale that is one.
+
+With k the exponents of the blocks that hold anything but zeros and m = max(k) - 8 over all members of a group:
+tensor_scale = 2^m, block_scale = 2^(k - m) for both halves of a block of 32; exact iff max(k) - min(k) <= 17. As requantize does
+for one array; here for groups that share a tensor scale, slab by slab. Source: Model-Optimizer utils/numeric_utils.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.convert.put_scalars import put_scalars, usable_tensor_scale
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.formats import E2M1, E4M3, E8M0
+
+_HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
+_RANGE = 17  # 2^-9 ... 2^8
+_NIBBLES = (1 << (E2M1.bits - 1)) - 1
+_ANY_MAGNITUDE = np.uint8(_NIBBLES | _NIBBLES << 4)
+_POWERS = {int(np.log2(value)): code for code, value in enumerate(E4M3.values[:128]) if value > 0 and np.log2(value) % 1 == 0}
+
+
+def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
+    """Of each block, whether a code is not zero."""
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    blocks = slab.codes.reshape(*slab.scales.shape, -1)
+    found: npt.NDArray[np.bool_] = ((blocks & _ANY_MAGNITUDE) != 0).any(axis=-1)
+    return found
+
+
+def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
+    """Smallest and largest exponent of the blocks that are not zero; (2^20, -2^20) without any."""
+    assert slab.scales is not None
+    used = slab.scales[_holds_something(weight, slab)]
+    return (int(used.min()) - E8M0.bias, int(used.max()) - E8M0.bias) if used.size else (1 << 20, -(1 << 20))
+
+
+def is_exact(low: int, high: int) -> bool:
+    """Whether blocks of these exponents have exact block scales under one usable tensor scale; all-zero weights have."""
+    if high < low:
+        return True
+    scale = np.ldexp(np.float64(1), high - _HIGHEST)
+    return high - low <= _RANGE and usable_tensor_scale(scale) and usable_tensor_scale(scale * float(E2M1.max * E4M3.max))
+
+
+def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
+    """The E4M3 codes of a slab's blocks of 16, two for each block of 32."""
+    assert slab.scales is not None
+    table = np.zeros(256, np.uint8)
+    for code in range(256):
+        table[code] = _POWERS.get(code - E8M0.bias - high + _HIGHEST, 0)
+    codes = np.where(_holds_something(weight, slab), table[slab.scales], np.uint8(0))
+    return np.repeat(codes, 2, axis=1)
+
+
+def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
+    """Write the codes as they are, and the scales."""
+    for slab in slabs(readers, job.weight, job.expert, job.span):
+        put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
+    scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)
+    put_scalars(job, output, np.float32(scale))

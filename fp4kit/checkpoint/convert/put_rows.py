@@ -1,0 +1,19 @@
+"""Rows of codes with their block scales, as a container has them: two tensors, or the blocks of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp4kit.checkpoint.containers.container import CODES, SCALES
+from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.layouts import pack_gguf
+
+
+def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
+    """Write packed codes, (n, bytes of a row), and their scales."""
+    form = job.container
+    if form.in_blocks:
+        output.put(CODES, pack_gguf(codes, scales, form.kind))
+    else:
+        output.put(CODES, codes)
+        output.put(SCALES, scales)

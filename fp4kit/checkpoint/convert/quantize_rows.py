@@ -1,0 +1,95 @@
+"""New codes: numbers quantized by a recipe, slab by slab, under the tensor amax of their group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arrays.imports import making_current, to_device
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.convert import searched_rows
+from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.convert.put_scalars import put_scalars
+from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import Recipe
+from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.storage.errors import CheckpointError, shown
+
+
+def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
+    """Quantize and write a weight; returns how many NaN and infinities were replaced, and what a search of scales gained."""
+    tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
+    replaced, q, losses = 0, None, Losses()
+    weights = None if job.columns is None else readers.array(job.columns)
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.new_recipe.block_rows, job.slab_bytes):
+        x = values_of(job.weight, slab)
+        if job.nonfinite == "saturate":
+            x, count = saturated(x, amax)
+            replaced += count
+        if job.search and amax:
+            q, more = searched_rows.quantized(x, job, amax, weights)
+            losses = losses.plus(more)
+        else:
+            q = _quantized(x, job, tensor_amax)
+        _check_scales(job, q)
+        put_rows(job, output, q.packed, q.block_scale)
+    if q is not None and q.tensor_scale is not None:
+        put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
+    return replaced, losses
+
+
+def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
+    if tensor_amax is not None and tensor_amax == 0:
+        return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
+    if job.device is None:
+        return quantize(x, job.new_recipe, tensor_amax=tensor_amax)
+    with making_current(job.device):
+        return quantize(to_device(x), job.new_recipe, tensor_amax=tensor_amax).to("numpy")
+
+
+def of_zeros(q: Quantized) -> Quantized:
+    """An all-zero tensor, of NumPy arrays, as loaders can read it: codes and block scales 0, tensor scale 1.
+
+    Producers write 0, a subnormal or NaN scales there; nvfp4-te already gives this.
+    """
+    zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
+    return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
+
+
+def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
+    """What the producer divides by, where the container stores that and the recipe is one that makes it; None elsewhere.
+
+    The amax itself, as MLX stores it, where that is the recipe's tensor scale up to a rounding.
+    """
+    if form.tensor_scale_unit != 1 and amax > 0:
+        made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
+        return np.float32(amax) if abs(form.multiplier(np.float32(amax)) - made) <= np.spacing(made) else None
+    if not form.divides or recipe.tensor_rule != "compressed_tensors" or amax == 0:
+        return None
+    return np.float32(tensor_scale(np.asarray(amax), recipe, dtype).encode)
+
+
+def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
+    """Infinities become ``amax``, the largest finite magnitude of the group, as far as the dtype has it; NaN becomes 0."""
+    wide = x.astype(np.float32)
+    count = int(np.count_nonzero(~np.isfinite(wide)))
+    if not count:
+        return x, 0
+    largest = min(float(amax), float(ml_dtypes.finfo(x.dtype).max))
+    return np.nan_to_num(wide, nan=0.0, posinf=largest, neginf=-largest).astype(x.dtype), count
+
+
+def _check_scales(job: Job, q: Quantized) -> None:
+    """Raise CheckpointError for scales that no loader can use; some recipes give them for zeros or subnormals."""
+    assert q.recipe.scale is not None and q.block_scale is not None
+    bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
+    if bad and (job.nonfinite != "keep" or job.container.in_blocks):  # llama.cpp reads them as numbers
+        raise CheckpointError(
+            f"{shown(job.name)}: {bad} block scales are NaN; leave it out with --keep, or use another recipe than {q.recipe.id}"
+        )

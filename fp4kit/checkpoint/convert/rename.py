@@ -1,0 +1,29 @@
+"""The same codes and scales under other names; the tensor scale inverted where one form multiplies and the other divides."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.convert.put_rows import put_rows
+from fp4kit.checkpoint.convert.put_scalars import put_given_input_scale, put_input_scale, put_tensor_scale
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
+from fp4kit.checkpoint.model.weights import TENSOR_SCALE
+from fp4kit.checkpoint.plan.job import Job, Sink
+
+
+def write(job: Job, readers: Readers, output: Sink) -> None:
+    """Write all parts of a weight; a number that stays what it was keeps its bits."""
+    have = job.weight.container
+    assert have is not None
+    for slab in slabs(readers, job.weight, job.expert, job.span):
+        put_rows(job, output, slab.codes, slab.scales)
+    for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
+        if output.has(part) and part in job.weight.parts:
+            stored = scalar_of(readers, job.weight, part, job.expert)
+            if have.direction == job.container.direction:
+                output.put(part, np.array([stored], np.float32))
+            else:
+                put(job, output, have.multiplier(stored))
+        elif output.has(part):
+            put_given_input_scale(job, output)

@@ -1,0 +1,231 @@
+"""The work of a conversion, as jobs that know nothing of each other: they run in any order, in any process, on any machine that
+sees the files. A job writes its own bytes of the output files; before, all weights of its group that need it are measured.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import VALUES
+from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
+from fp4kit.checkpoint.model.slabs import Readers, Slab, columns_of, not_numbers, slabs, values_of
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
+from fp4kit.checkpoint.model.weights import Located
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    CAST,
+    DEQUANTIZE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    Done,
+    Job,
+    Measured,
+    Sink,
+    Target,
+    Tick,
+)
+from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+
+PIECE = 2 << 20  # bytes of a copied tensor that are in memory at a time
+TURNED = 32 << 20  # decoded bytes of a matrix that are in memory at a time where it is written as columns
+
+
+def measure(job: Job, tick: Tick | None = None) -> Measured:
+    """Read a weight for its amax, its NaN and infinities, and what an exact rewriting needs to know."""
+    with Readers(tick) as readers:
+        found = Measured(job.key)
+        for slab in slabs(readers, job.weight, job.expert, job.span, most=job.slab_bytes):
+            found = _joined(found, _measured(job, slab))
+    return found
+
+
+def _joined(a: Measured, b: Measured) -> Measured:
+    low, high = min(a.low, b.low), max(a.high, b.high)
+    return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
+
+
+def _measured(job: Job, slab: Slab) -> Measured:
+    if job.action == RENAME:
+        return Measured(job.key, nonfinite=not_numbers(job.weight, slab))
+    values = values_of(job.weight, slab)
+    amax, bad = amax_and_nonfinite(values) if job.device is None else amax_and_nonfinite_on(job.device, values)
+    found = Measured(job.key, float(amax), bad)
+    if job.action == CARRY and slab.scales is not None:
+        return found._replace(exact=fp8_to_mxfp8.is_exact(job.weight, slab))
+    if job.action == CAST and slab.scales is not None:
+        low, high = mxfp4_to_nvfp4.exponents(job.weight, slab)
+        return found._replace(low=low, high=high)
+    return found
+
+
+def join_group(found: list[Measured]) -> Measured:
+    """What the members of a group hold together."""
+    result = found[0]
+    for one in found[1:]:
+        result = _joined(result, one)
+    return result
+
+
+def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
+    """Write the bytes of a job; shared: what its group holds, of one that is_measured."""
+    with Readers(tick) as readers, _Output(job.targets) as output:
+        made = produce(job, shared, readers, output)
+        return Done(job.key, output.finish(), *made)
+
+
+class Made(NamedTuple):
+    """The action of a job as it was, how many NaN and infinities were replaced, and what a search of scales gained."""
+
+    action: str
+    replaced: int = 0
+    losses: Losses = Losses()
+
+
+def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
+    """Make the bytes of a job and put them into output."""
+    action, replaced, losses = job.action, 0, Losses()
+    as_it_is = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
+    if isinstance(job.source, Located):
+        _copy(job.source, readers, output)
+    elif action == DEQUANTIZE:
+        replaced = _dequantize(job, readers, output, None if as_it_is else shared)
+    elif action == RENAME:
+        rename.write(job, readers, output)
+    elif action == CARRY and shared is not None and as_it_is and shared.exact:
+        fp8_to_mxfp8.write(job, readers, output)
+    elif action == CAST and shared is not None and as_it_is and mxfp4_to_nvfp4.is_exact(shared.low, shared.high):
+        mxfp4_to_nvfp4.write(job, readers, output, shared.high)
+    else:
+        action = REQUANTIZE if action != QUANTIZE else action
+        assert shared is not None
+        replaced, losses = quantize_rows.write(job, readers, output, np.float32(shared.amax))
+    return Made(action, replaced, losses)
+
+
+def _copy(source: Located, readers: Readers, output: Sink) -> None:
+    for start in range(0, source.entry.nbytes, PIECE):
+        output.put(VALUES, readers.bytes(source, start, min(PIECE, source.entry.nbytes - start)))
+
+
+def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
+    """Decoded numbers, rounded to the dtype that is written; of a stack that models keep as columns, some columns at a time.
+
+    shared: what they hold, where NaN and infinities are replaced; returns how many were.
+    """
+    dtype = NUMPY_DTYPES[job.targets[0].dtype]
+    replaced = 0
+    if not job.turned:
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            values, count = _rounded(values_of(job.weight, slab), dtype, shared)
+            replaced += count
+            output.put(VALUES, values)
+        return replaced
+    rows, columns = job.shape
+    width = 1 if job.weight.container is None else job.weight.container.block[1]
+    step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
+    for first in range(0, columns, step):
+        part = np.empty((min(step, columns - first), rows), dtype)
+        for slab in slabs(readers, job.weight, job.expert, job.span):
+            cut = columns_of(job.weight, slab, first, first + len(part))
+            at = slab.start - (job.span or (0,))[0]
+            values, count = _rounded(values_of(job.weight, cut), dtype, shared)
+            replaced += count
+            part[:, at : at + len(values)] = values.T
+        output.put(VALUES, part)
+    return replaced
+
+
+def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
+    values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return values.astype(dtype), count
+
+
+class _Output:
+    """The targets of a job, open for writing; pieces of a part come in order."""
+
+    def __init__(self, targets: tuple[Target, ...]) -> None:
+        self._targets = {target.part: target for target in targets}
+        self._next = {target.part: target.position for target in targets}
+        self._sums = {target.part: 0 for target in targets}
+        self._open: dict[Path, int] = {}
+
+    def __enter__(self) -> _Output:
+        try:
+            for target in self._targets.values():
+                if target.path not in self._open:
+                    self._open[target.path] = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def has(self, part: str) -> bool:
+        """Whether a part is written."""
+        return part in self._targets
+
+    def put(self, part: str, array: Any) -> None:
+        """Append the bytes of an array to a part."""
+        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target, position = self._targets[part], self._next[part]
+        if position + raw.size > target.position + target.nbytes:
+            raise CheckpointError(f"{shown(target.path.name)}: more bytes than the {target.nbytes} that are planned")
+        self._sums[part] = zlib.crc32(raw.data, self._sums[part])
+        write_at(self._open[target.path], raw.data, position)
+        self._next[part] += raw.size
+
+    def finish(self) -> str:
+        """The CRC-32 of all parts, after a check that they are whole."""
+        for part, target in self._targets.items():
+            missing = target.position + target.nbytes - self._next[part]
+            if missing:
+                raise CheckpointError(f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing")
+        return _joined_sums(self._sums.values())
+
+
+def write_at(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all bytes at a position of an open file."""
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def _joined_sums(sums: Iterable[int]) -> str:
+    return "-".join(f"{one:08x}" for one in sums)
+
+
+def read_back(job: Job) -> Done:
+    """A job with the CRC-32 that its bytes in the files have now."""
+    return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
+
+
+def _sum_of(target: Target) -> int:
+    found, left = 0, target.nbytes
+    with target.path.open("rb", buffering=0) as file:
+        file.seek(target.position)
+        while left and (data := file.read(min(left, PIECE))):
+            found, left = zlib.crc32(data, found), left - len(data)
+    return found
+
+
+def check_finite(job: Job, found: Measured) -> None:
+    """Raise CheckpointError where a weight holds NaN or infinity, and the user did not say what becomes of them."""
+    if found.nonfinite and job.nonfinite == "error":
+        raise CheckpointError(
+            f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
+            "leave it out with --keep, or say --nonfinite keep or saturate"
+        )

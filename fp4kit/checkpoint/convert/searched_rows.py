@@ -1,0 +1,55 @@
+"""New codes under searched block scales, and what these gained over those of the amax."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import making_current, to_device
+from fp4kit.checkpoint.model.decode import row_chunks
+from fp4kit.checkpoint.plan.job import Job
+from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import quantize
+from fp4kit.ops.search_scales import search_scales
+from fp4kit.quantized.container import Quantized
+from fp4kit.types import Objective
+
+
+def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
+    """x under the scales of least error, in NumPy arrays; and the errors before and after."""
+    if job.device is None:
+        before, after = _both(x, job, amax, weights)
+    else:
+        with making_current(job.device):
+            given = None if weights is None else to_device(weights)
+            before, after = (q.to("numpy") for q in _both(to_device(x), job, amax, given))
+    return after, _losses(x, before, after, weights)
+
+
+def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
+    """By the amax of each block, and by the amaxes that are found."""
+    r = job.new_recipe
+    found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
+    return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
+
+
+@ieee("convert")
+def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
+    """Differences are exact in float64; sums run over chunks of rows in order."""
+    values = [dequantize(q, np.float32) for q in (before, after)]
+    found = Losses()
+    for rows in row_chunks(*x.shape):
+        wide = x[rows].astype(np.float64)
+        found = found.plus(Losses(*(_squares(part, weights) for part in (wide, *(wide - y[rows] for y in values)))))
+    return found
+
+
+def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
+    """The sum of squares, each times the weight of its column, in one order on every machine."""
+    if weights is None:
+        flat = x.reshape(-1)
+        return float(np.einsum("i,i->", flat, flat))
+    return float(np.einsum("ij,ij,j->", x, x, weights.astype(np.float64)))

@@ -1,0 +1,185 @@
+"""The layers of a checkpoint beside those of the model that it was made from: by name, whatever the containers of the two."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
+from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.layers import pieces
+from fp4kit.checkpoint.model.model_files import Source, open_source
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.storage.errors import CheckpointError
+
+Progress = Callable[[int], None]
+_HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_SECOND = ("up_proj", "w3")
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Rows [span) of matrix `expert` of a weight of the source."""
+
+    weight: Weight
+    expert: int
+    span: tuple[int, int]
+
+    def values(self, readers: Readers) -> np.ndarray:
+        """All of them; plain numbers in their dtype."""
+        parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.span[1] - self.span[0], self.weight.shape[-1]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that they are in."""
+        return tuple(part.entry.name for part in self.weight.parts.values())
+
+    def slab(self, readers: Readers, rows: slice) -> Slab:
+        """Some of the rows."""
+        first = self.span[0]
+        return next(slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), most=1 << 40))
+
+    def amax(self, readers: Readers) -> float:
+        """Their amax, a slab at a time."""
+        found = slabs(readers, self.weight, self.expert, self.span)
+        return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
+
+
+def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
+    """(Layer, expert) -> where it comes from, of all weights of a model, by a container's names; expert 0 of single layers."""
+    found: dict[tuple[str, int], Origin] = {}
+    config = model.config or {}
+    for weight in weights_of(model.tensors, config).values():
+        for piece in pieces(weight, form, config, False):
+            expert = piece.expert if form.keeps_stacks else 0
+            found[piece.module, expert] = Origin(weight, piece.expert, piece.span)
+    return found
+
+
+def identify_checkpoint(destination: str | Path, source: str | Path, progress: Progress | None = None) -> CheckpointVerdict:
+    """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
+
+    destination: a model directory of any container that is known; source: that of the weights before. progress: called with bytes
+        of stored layers. Layers are read one at a time; those without a counterpart of their name in the source are left out.
+    Raises CheckpointError where nothing is quantized, or no layer has a counterpart.
+    """
+    stored, origin = open_source(Path(destination)), open_source(Path(source))
+    weights = [w for w in weights_of(stored.tensors, stored.config, damaged=True).values() if _has_blocks(w)]
+    if not weights:
+        raise CheckpointError(f"{destination}: no layer of it is quantized in a form that is known")
+    tick = progress or (lambda count: None)
+    with Readers() as readers:
+        found = tuple(_Pairs(stored.config, weights, origin, readers, tick))
+        if not found:
+            raise CheckpointError(f"{destination}: no quantized layer has the name of a weight of {source}; give its own source")
+        return identify_layers(pair() for pair in found)
+
+
+def _has_blocks(weight: Weight) -> bool:
+    return weight.container is not None and weight.container.scale is not None and weight.container.block[0] == 1
+
+
+class _Pairs:
+    """The pairs of a checkpoint and its source, each to be read when it is its turn."""
+
+    def __init__(
+        self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
+    ) -> None:
+        self.config, self.weights, self.readers, self.tick = config, weights, readers, tick
+        forms = {weight.container for weight in weights if weight.container is not None}
+        self.origins = {form: origins(source, form) for form in forms}
+        self.amaxes: dict[str, tuple[float, ...]] = {}
+        self.members: dict[str, list[Origin]] = defaultdict(list)
+        self.groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
+        for weight in weights:
+            origin = self._origin(weight, 0)
+            if weight.name in self.groups and origin is not None:
+                self.members[self.groups[weight.name]].append(origin)
+
+    def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        assert weight.container is not None
+        return self.origins[weight.container].get((name or weight.name, expert))
+
+    def __iter__(self) -> Iterator[Callable[[], LayerPair]]:
+        for weight in self.weights:
+            for expert in range(weight.experts):
+                origin = self._origin(weight, expert)
+                if origin is not None:
+                    yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
+
+    def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
+        parent, leaf = fused_layers.split_module(weight.name)
+        partner = self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
+        other = None if partner is None else partner.values(self.readers)
+        heads = self._heads(leaf)
+        name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
+        parts = _stored(weight, expert, self.readers)
+        self.tick(weight.nbytes // weight.experts)
+        return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, self._amaxes(weight.name))
+
+    def _heads(self, leaf: str) -> tuple[int, ...]:
+        text = self.config.get("text_config")
+        sections = (self.config, text if isinstance(text, dict) else {})
+        counts = {section.get(_HEADS.get(leaf, "")) for section in sections}
+        return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
+
+    def _amaxes(self, name: str) -> tuple[float, ...]:
+        group = self.groups.get(name)
+        if group is None:
+            return ()
+        if group not in self.amaxes:
+            self.amaxes[group] = (max(origin.amax(self.readers) for origin in self.members[group]),)
+        return self.amaxes[group]
+
+
+def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
+    """The parts of a layer as its file has them."""
+    form = weight.container
+    assert form is not None
+    if form.in_blocks:
+        slab = next(slabs(readers, weight, expert, most=1 << 40))
+        codes, scales = np.asarray(slab.codes), np.asarray(slab.scales)
+    else:
+        stored = (weight.parts[part] for part in (CODES, SCALES))
+        codes, scales = (_share(readers, part, weight, expert) for part in stored)
+        codes = codes.view(np.uint8)
+    if weight.transposed:
+        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+    rows = weight.shape[-2]
+    tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
+    return StoredLayer(codes.reshape(rows, -1), scales, tensor_scale, _any_recipe(form))
+
+
+def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
+    """Return what one expert of a stack has of a tensor: its matrix, or, if the first axis is another, its share of the bytes.
+
+    A tensor without equal shares, or of a single layer, comes whole.
+    """
+    experts, shape = weight.experts, part.entry.shape
+    if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
+        return readers.matrix(part, expert)
+    whole = readers.array(part)
+    return whole if len(weight.shape) == 2 or whole.size % experts else whole.reshape(experts, -1)[expert]
+
+
+def _any_recipe(form: Container) -> Recipe:
+    """A recipe of a container's format."""
+    return next(recipe for recipe in RECIPES.values() if form.stores(recipe))

@@ -1,0 +1,278 @@
+"""What engines require of the tensors of a container, and what they trip over: checked on plain data.
+
+Of a linear layer ``P`` of shape [N, K], or a stack of E experts with a leading E on every shape:
+
+| container                | tensors                                                                             |
+|--------------------------|-------------------------------------------------------------------------------------|
+| modelopt W4A16_NVFP4     | weight U8 [N, K/2], weight_scale F8_E4M3 [N, K/16], weight_scale_2 F32 []           |
+| modelopt NVFP4           | the same, and input_scale F32 []                                                    |
+| modelopt MXFP8           | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
+| modelopt mxfp4           | weight U8 [N, K/2], weight_scale U8 [N, K/32]                                       |
+| compressed-tensors nvfp4 | weight_packed U8 [N, K/2], weight_scale F8_E4M3 [N, K/16],                          |
+|                          | weight_global_scale F32 [1] (it divides), input_global_scale with static inputs     |
+| compressed-tensors mxfp4 | weight_packed U8 [N, K/2], weight_scale U8 [N, K/32]                                |
+| compressed-tensors mxfp8 | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
+| sglang-mxfp8             | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]                                |
+| gpt-oss                  | P_blocks U8 [E, N, K/32, 16], P_scales U8 [E, N, K/32]                              |
+| deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; of FP8 layers, scale [N/128, K/128]    |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4kit.checkpoint.loaders import configs
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.engines import SERVING, Finding, Severity, finding
+from fp4kit.checkpoint.loaders.exclusion_semantics import READERS, container_of
+from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_traps
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, split_module
+from fp4kit.formats import FLT_MIN
+
+Tensor = tuple[str, tuple[int, ...]]  # dtype (a safetensors name) and shape
+Parts = Mapping[str, Tensor]  # of one layer: what follows its name -> its tensor
+
+_SUFFIX = re.compile(
+    r"(.+?)(\.(?:weight|weight_packed|weight_scale|weight_scale_2|weight_scale_inv|weight_global_scale"
+    r"|input_scale|input_global_scale|scale)|_blocks|_scales)"
+)
+_QUANTIZED_WEIGHTS = ("U8", "I8", "F8_E4M3")
+
+
+@dataclass(frozen=True)
+class Required:
+    """One tensor that engines need of every quantized layer. ``shape``: rules over E, N, K; scalars also as [1]."""
+
+    suffix: str
+    dtype: str
+    shape: str
+
+
+_CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
+
+
+def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
+    return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
+
+
+def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
+    scales = (Required(scalar, "F32", "") for scalar in scalars)
+    return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
+
+
+REQUIRED: Mapping[str, tuple[Required, ...]] = {
+    "modelopt W4A16_NVFP4": _nvfp4(".weight", ".weight_scale_2"),
+    "modelopt NVFP4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
+    "modelopt MXFP8": _mx(".weight", "bytes", ".weight_scale"),
+    "modelopt mxfp4": _mx(".weight", "packed", ".weight_scale"),
+    "compressed-tensors nvfp4-pack-quantized": _nvfp4(".weight_packed", ".weight_global_scale"),
+    "compressed-tensors mxfp4-pack-quantized": _mx(".weight_packed", "packed", ".weight_scale"),
+    "compressed-tensors mxfp8-quantized": _mx(".weight", "bytes", ".weight_scale"),
+    "sglang-mxfp8": _mx(".weight", "bytes", ".weight_scale_inv"),
+    "gpt-oss": (Required("_blocks", "U8", "N, K/32, 16"), Required("_scales", "U8", "N, K/32")),
+    "deepseek-v4": (Required(".weight", "I8", "N, K/2"), Required(".scale", "F8_E8M0", "N, K/32")),
+    "deepseek-v4 nvfp4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
+    "bf16": (),
+}
+_FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
+_OPTIONAL = {".input_scale", ".input_global_scale"}  # harmless where it is not used
+_INPUT_SCALE = Required(".input_global_scale", "F32", "")
+
+
+def _split(name: str) -> tuple[str, str] | None:
+    match = _SUFFIX.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
+def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return layer -> suffix -> tensor of every layer, or stack of experts, that has packed weights or scales.
+
+    Model-Optimizer's stacks ``P``, ``P_weight_scale`` (of Llama 4) are not known here.
+    """
+    layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        if split := _split(name):
+            layers[split[0]][split[1]] = tensor
+    return {name: parts for name, parts in layers.items() if _is_quantized(parts)}
+
+
+def _is_quantized(parts: Parts) -> bool:
+    if set(parts) - {".weight"}:
+        return True
+    dtype, shape = parts[".weight"]
+    return dtype in _QUANTIZED_WEIGHTS and len(shape) >= 2
+
+
+def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
+    """Return what a layer needs; DeepSeek-V4 has FP8 layers, and MXFP4 experts, beside its own."""
+    dtype = parts.get(".weight", ("",))[0]
+    if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
+        return _FP8_BLOCKS
+    if container == "deepseek-v4 nvfp4" and dtype == "I8":  # multi-token prediction
+        return REQUIRED["deepseek-v4"]
+    extra = (_INPUT_SCALE,) if configs.has_static_inputs(container, config) else ()
+    return REQUIRED[container] + extra
+
+
+def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
+    """Return a shape, of a rule such as ``N, K/2``; what does not divide is rounded up."""
+    sizes = {"N": rows, "K": columns}
+    terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
+    return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
+
+
+def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
+    """Return the leading sizes and the [N, K] of a stored weight, or None for a rank that holds none."""
+    if weight.suffix == "_blocks":
+        return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
+    per_element = 2 if weight.shape.endswith("K/2") else 1
+    return (shape[:-2], shape[-2], shape[-1] * per_element) if len(shape) in (2, 3) else None
+
+
+def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
+    """Return what is wrong with the dtype or the shape of one tensor, or None."""
+    dtype, shape = tensor
+    if dtype != part.dtype:
+        return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed"
+    needed = (*lead, *_evaluated(part.shape, *size))
+    if shape != needed and not (not part.shape and not lead and shape == (1,)):
+        return f"{part.suffix[1:]} has shape {list(shape)}; {list(needed)} is needed"
+    return None
+
+
+def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
+    """Yield what is wrong with the tensors that a layer has."""
+    weight = required[0]
+    logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
+    if logical is None:
+        if weight.suffix in parts:
+            yield f"{weight.suffix[1:]} has rank {len(parts[weight.suffix][1])}; no engine holds such a layer"
+        return
+    lead, rows, columns = logical
+    group = CONTAINERS[container].group_size
+    if group and columns % group:
+        yield f"K = {columns} is not a multiple of {group}"
+    for part in required:
+        if part.suffix in parts and (text := _wrong(part, parts[part.suffix], lead, (rows, columns))):
+            yield text
+
+
+def _consequence(engine: str, layer: str, suffix: str) -> str:
+    """Return what an engine does about a missing tensor."""
+    if engine == "vLLM":
+        if container_of(layer):
+            return "the engine reads uninitialised memory in its place"
+        return 'loading raises "was never loaded"' if suffix == ".weight_scale" else "the engine reads what its memory held"
+    return "the layer cannot be decoded"
+
+
+def readers(container: str, family: str) -> tuple[str, ...]:
+    """Return the engines whose view of a checkpoint counts: those that load the container, or may."""
+    loading = engines_for(container, family)
+    serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
+    return loading or serving or ("Model-Optimizer",)
+
+
+def _layer_findings(
+    container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
+) -> Iterator[Finding]:
+    """Yield what is wrong with one layer, for every engine."""
+    known = {part.suffix for part in required} | _OPTIONAL
+    faults = list(_faults(container, parts, required)) if required else []
+    foreign = [suffix[1:] for suffix in parts if suffix not in known]
+    for engine in engines:
+        yield from (finding(engine, "error", layer, text) for text in faults)
+        for part in required:
+            if part.suffix not in parts:
+                text = f"{part.suffix[1:]} is missing; {_consequence(engine, layer, part.suffix)}"
+                yield finding(engine, "error", layer, text)
+        if foreign:
+            yield finding(engine, "error", layer, f"{', '.join(foreign)}: has no place in {container}")
+
+
+def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
+    """Return how bad a tensor scale is by itself, and why, or None."""
+    if not math.isfinite(value) or value <= 0:
+        return "error", f"{name} is {value}; a positive finite number is needed"
+    if value < float(FLT_MIN):
+        return "warning", f"{name} is {value}, a subnormal: engines that flush take it for 0"
+    return None
+
+
+_KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest divisor, which is the smallest scale,"}
+
+
+def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
+    """Return what vLLM makes of layers that it fuses, whose tensor scales differ, or None."""
+    values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
+    if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
+        return None
+    which, kept = _KEPT[suffix], max(values.values())
+    gate = next((leaf for leaf in ("gate_proj", "w1") if leaf in values), None)
+    if gate and container_of(members[0]):
+        which, kept = f"that of {gate}", values[gate]
+    ratio = {leaf: (kept / value if suffix == ".weight_scale_2" else value / kept) for leaf, value in values.items()}
+    off = ", ".join(f"{leaf} by {factor:.4g}" for leaf, factor in ratio.items() if factor != 1)
+    return f"{suffix[1:]} differs; {which} is used for all, so values are off: {off}; fp4kit reconcile repairs it"
+
+
+def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
+    for name, value in scales.items():
+        layer, part = split_module(name)
+        if fault := _unusable(part, value):
+            yield from (finding(engine, fault[0], layer, fault[1]) for engine in engines)
+    if "vLLM" in engines:
+        for key, members in fused_groups(layers).items():
+            for suffix in _KEPT:
+                if text := _disagreement(members, suffix, scales):
+                    yield finding("vLLM", "error", group_name(*key), text)
+
+
+_EXPERTS_ALONE = (  # traps that only layers of experts, or only others, meet
+    ("compressed-tensors nvfp4-pack-quantized", "transformers", True),
+    ("compressed-tensors mxfp8-quantized", "transformers", True),
+    ("compressed-tensors mxfp4-pack-quantized", "SGLang", False),
+)
+
+
+def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
+    """Yield which engines cannot use the checkpoint, or would misread it, though nothing is wrong with it."""
+    experts = {container_of(layer) is not None for layer in layers}
+    for engine, each in known_traps(container, family):
+        met = next((among for known, name, among in _EXPERTS_ALONE if (known, name) == (container, engine)), None)
+        if each.status != "loads" and (met is None or met in experts):
+            yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
+
+
+def findings(
+    container: str,
+    tensors: Mapping[str, Tensor],
+    tensor_scales: Mapping[str, float],
+    config: Mapping[str, Any],
+    hf_quant_config: Mapping[str, Any] | None = None,
+) -> list[Finding]:
+    """Return what every engine would trip over in a checkpoint: its tensors, its tensor scales, its configuration.
+
+    container: one of ``containers.CONTAINERS``. tensors: name -> (safetensors dtype, shape) of all tensors.
+    tensor_scales: name of a tensor scale, such as ``P.weight_scale_2`` or ``P.weight_global_scale``, or of an input scale -> the
+        value that is stored; those of one value suffice. config: config.json; hf_quant_config: that file, if there is one.
+    Severity "error": the named engine refuses the checkpoint or decodes other values than it holds. "warning": the
+        checkpoint is sound, and the named engine cannot use it or will misread it, or a value is at risk.
+    Raises ValueError for another container. Exclusion lists are ``exclusions.check``'s.
+    """
+    if container not in CONTAINERS:
+        raise ValueError(f"findings: container {container!r}; one of {', '.join(CONTAINERS)} is needed")
+    family = family_of(config)
+    engines = readers(container, family)
+    layers = quantized_layers(tensors)
+    found = configs.findings(container, config, hf_quant_config, tensors)
+    for layer, parts in layers.items():
+        found.extend(_layer_findings(container, layer, parts, _required(container, parts, config), engines))
+    found.extend(_scale_findings(layers, tensor_scales, engines))
+    found.extend(_traps(container, family, layers))
+    return found

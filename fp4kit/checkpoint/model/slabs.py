@@ -1,0 +1,264 @@
+"""Rows of weights, as numbers or as codes with their scales: read from their files in slabs of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import lcm, prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, VALUES
+from fp4kit.checkpoint.model.decode import decode_rows, scales_of
+from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
+from fp4kit.layouts import unpack_gguf
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
+
+SLAB_BYTES = 2 << 20  # of source elements in memory at a time: larger ones, and what they become, take fresh pages each time
+WHOLE_EXPERT = 64 << 20  # bytes of a transposed matrix that is read at once
+
+
+class Readers:
+    """Open files, each opened once; close, or use it in a with statement. tick: called with the bytes of each read."""
+
+    def __init__(self, tick: Callable[[int], None] | None = None) -> None:
+        self._open: dict[Any, TensorReader] = {}
+        self._tick = tick
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for reader in self._open.values():
+            reader.__exit__(None, None, None)
+        self._open.clear()
+
+    def of(self, file: SafetensorsFile) -> TensorReader:
+        """The reader of a file."""
+        if file.path not in self._open:
+            self._open[file.path] = TensorReader(file)
+        return self._open[file.path]
+
+    def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
+        """Bytes of a tensor."""
+        data = self.of(place.file).read_bytes(place.entry, start, count)
+        if self._tick is not None:
+            self._tick(data.size)
+        return data
+
+    def array(self, place: Located) -> np.ndarray:
+        """A whole tensor."""
+        return self.of(place.file).read(place.entry)
+
+    def matrix(self, place: Located, index: int) -> np.ndarray:
+        """One of the matrices that a tensor has along its first axis."""
+        count, *shape = place.entry.shape
+        size = place.entry.nbytes // count
+        raw = self.of(place.file).read_bytes(place.entry, index * size, size)
+        return raw.view(NUMPY_DTYPES[place.entry.dtype]).reshape(shape)
+
+
+class Slab(NamedTuple):
+    """Rows of one matrix: values (n, K) of plain numbers; else codes as stored bytes (n, K * bits / 8), and their scales.
+
+    scales: (rows of blocks, K / width), bit patterns or float32. tensor_scale: multiplies on decode; None without.
+    """
+
+    start: int
+    values: np.ndarray | None
+    codes: npt.NDArray[np.uint8] | None = None
+    scales: np.ndarray | None = None
+    tensor_scale: np.float32 | None = None
+
+
+def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
+    """The stored number of a matrix: its own, or the one that all experts share."""
+    stored = readers.array(weight.parts[part]).reshape(-1)
+    return np.float32(stored[expert if stored.size > 1 else 0])
+
+
+def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
+    """What multiplies on decode: the stored number in its unit, or its reciprocal where that divides; one rounding to float32."""
+    form = weight.container
+    if form is None or not form.has_tensor_scale:
+        return None
+    return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
+
+
+def slabs(
+    readers: Readers,
+    weight: Weight,
+    expert: int = 0,
+    span: tuple[int, int] | None = None,
+    height: int = 1,
+    most: int | None = None,
+) -> Iterator[Slab]:
+    """Rows [first, end) of matrix `expert` of a weight, in slabs: multiples of height, at most `most` bytes where that fits.
+
+    span: all rows by default; of a quantized weight, a multiple of its blocks. most: SLAB_BYTES by default.
+    """
+    if weight.order is not None:
+        yield from _in_order(readers, weight, expert, span, height, most)
+        return
+    rows, columns = weight.shape[-2:]
+    first, end = (0, rows) if span is None else span
+    most = SLAB_BYTES if most is None else most
+    itemsize = 4
+    if weight.container is not None:
+        height = max(height, weight.container.block[0])
+    elif weight.dtype != Q8_0:
+        itemsize = NUMPY_DTYPES[weight.dtype].itemsize
+    step = max(most // (columns * itemsize * height), 1) * height
+    tensor_scale = tensor_scale_of(readers, weight, expert)
+    turned = {part: _Turned(readers, weight.parts[part], rows, expert) for part in _ROWS & set(weight.parts) if weight.transposed}
+    if not all(part.is_read for part in turned.values()):
+        step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height  # long runs of each column
+    for start in range(first, end, step):
+        count = min(step, end - start)
+        if weight.container is not None:
+            codes, scales = (
+                (turned[part].rows(start, count) for part in (CODES, SCALES)) if turned
+                else _codes(readers, weight, expert, start, count)
+            )  # fmt: skip
+            yield Slab(start, None, codes, scales, tensor_scale)
+        else:
+            yield Slab(start, turned[VALUES].rows(start, count) if turned else _values(readers, weight, expert, start, count))
+
+
+def _in_order(
+    readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, most: int | None
+) -> Iterator[Slab]:
+    """slabs of a weight that has an order, or members: whole heads are read and put in order, and cut to the span."""
+    order, (first, end) = weight.order, span or (0, weight.shape[-2])
+    assert order is not None and (weight.container is None or weight.container.block[0] == 1)  # a row has scales of its own
+    whole = first // order.head * order.head, -(-end // order.head) * order.head
+    plain, step = replace(weight, order=None), lcm(height, order.head)
+    found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, most)
+    for slab in found:
+        rows = next(part for part in (slab.values, slab.codes) if part is not None)
+        low, high = max(first - slab.start, 0), min(end - slab.start, len(rows))
+        index = order.sources(len(rows))[low:high]
+        values, codes, scales = (None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales))
+        yield Slab(slab.start + low, values, codes, scales, slab.tensor_scale)
+
+
+def _joined(readers: Readers, weight: Weight) -> Slab:
+    """All rows of the members of a weight without a tensor scale."""
+    found = [slab for member in weight.members for slab in slabs(readers, *member)]
+    codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
+    return Slab(0, None, codes, scales)
+
+
+_ROWS = {VALUES, CODES, SCALES}  # parts that have rows
+
+
+def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
+    rows, columns = weight.shape[-2:]
+    if weight.dtype == Q8_0:
+        return _of_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
+    dtype = NUMPY_DTYPES[weight.dtype]
+    raw = readers.bytes(weight.located, (expert * rows + start) * columns * dtype.itemsize, count * columns * dtype.itemsize)
+    return raw.view(dtype).reshape(count, columns)
+
+
+def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """The bytes of rows of a tensor, (count, bytes of a row): counted over all matrices of a stack."""
+    width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
+    return readers.bytes(place, start * width, count * width).reshape(count, width)
+
+
+def _of_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
+    """The numbers of blocks, each a float16 scale and 32 signed bytes: their products, exact in float32 up to its range."""
+    blocks = raw.reshape(len(raw), -1, 34)
+    scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # infinite scales times 0
+        return (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(len(raw), columns)
+
+
+def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of rows."""
+    container = weight.container
+    assert container is not None
+    rows, columns = weight.shape[-2:]
+    if container.in_blocks:
+        return unpack_gguf(_whole_rows(readers, weight.parts[CODES], expert * rows + start, count), container.kind)
+    width = columns * container.element.bits // 8
+    codes = readers.bytes(weight.parts[CODES], (expert * rows + start) * width, count * width).reshape(count, width)
+    high, wide = container.block
+    dtype = NUMPY_DTYPES[container.scales_dtype]
+    line, first, lines = -(-columns // wide), -(-rows // high) * expert + start // high, -(-count // high)
+    raw = readers.bytes(weight.parts[SCALES], first * line * dtype.itemsize, lines * line * dtype.itemsize)
+    return codes, raw.view(dtype).reshape(lines, line)
+
+
+class _Turned:
+    """Rows of a matrix that is stored as columns: of a small one at once, of a large one column by column of the file.
+
+    rows: of the matrix, which are the last axis of its stack in the file.
+    """
+
+    def __init__(self, readers: Readers, place: Located, rows: int, expert: int) -> None:
+        self._readers, self._place = readers, place
+        self._dtype = NUMPY_DTYPES[place.entry.dtype]
+        self._rows, self._columns = rows, place.entry.shape[-2]
+        self._first = expert * self._rows * self._columns
+        self._all: np.ndarray | None = None
+        if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
+            self._all = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the whole matrix is in memory."""
+        return self._all is not None
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        size = self._dtype.itemsize
+        return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
+
+    def rows(self, start: int, count: int) -> np.ndarray:
+        """Rows [start, start + count), contiguous."""
+        if self._all is not None:
+            return np.ascontiguousarray(self._all[:, start : start + count].T)
+        found = np.empty((count, self._columns), self._dtype)
+        for k in range(self._columns):
+            found[:, k] = self._read(k * self._rows + start, count)
+        return found
+
+
+def values_of(weight: Weight, slab: Slab) -> np.ndarray:
+    """Numbers of a slab: plain ones in their dtype, decoded ones as float32 (see decode_rows)."""
+    if slab.values is not None:
+        return slab.values
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite scales, also times 0
+        return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+
+
+def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
+    """Columns [first, end) of a slab; of a quantized weight, whole blocks."""
+    if slab.values is not None:
+        return slab._replace(values=slab.values[:, first:end])
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    bits, wide = weight.container.element.bits, weight.container.block[1]
+    codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
+    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
+
+
+def not_numbers(weight: Weight, slab: Slab) -> int:
+    """How many values of a quantized slab are NaN or infinite, without decoding it: by its codes and scales, at most all."""
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    element = weight.container.element
+    rows, columns = len(slab.codes), weight.shape[-1]
+    if slab.tensor_scale is not None and not np.isfinite(slab.tensor_scale):
+        return rows * columns
+    bad_scales = ~np.isfinite(scales_of(weight.container, slab.scales))
+    found = int(np.count_nonzero(bad_scales)) * prod(weight.container.block)
+    if element.bits == 8:
+        found += int(np.count_nonzero(~np.isfinite(element.values)[slab.codes]))
+    return min(found, rows * columns)

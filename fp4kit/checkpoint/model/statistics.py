@@ -1,0 +1,232 @@
+"""What stored codes and scales hold, and how far they are from their source; counted in chunks of rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import making_current, to_device
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.model.decode import codes_of, decode, row_chunks, scales_of
+from fp4kit.formats import FLT_MIN, ElementFormat
+from fp4kit.ops.amax import amax
+
+
+def sqnr_db(signal: float, noise: float) -> float:
+    """Return 10 log10(signal / noise): inf where nothing was lost, also of zeros."""
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts of a stored layer, which add up over chunks and layers. A block is what one stored scale is for.
+
+    at_max: codes of the largest magnitude. nan_codes, nan_scales: codes and block scales that are NaN, of float32 scales infinite
+        ones too. negative_scales: below 0. subnormal_scales: not zero, but below the least normal number of their format, or of
+        float32. zero_blocks: blocks that decode to zeros; zero_scales: those of them whose codes are not all zero.
+    Against a source, all 0 without one: compared: its elements. nonfinite: those that are NaN or infinite. signal, noise: sums of
+        x^2 and (x - decoded)^2 over the others, in float64; noise is infinite where a finite x became none. saturated: elements
+        whose code is the largest magnitude and that exceed it, |x| > max * block_scale * tensor_scale. flushed_blocks: those of
+        zero_blocks in which x is not zero.
+    """
+
+    elements: int = 0
+    blocks: int = 0
+    at_max: int = 0
+    nan_codes: int = 0
+    nan_scales: int = 0
+    negative_scales: int = 0
+    subnormal_scales: int = 0
+    zero_blocks: int = 0
+    zero_scales: int = 0
+    compared: int = 0
+    nonfinite: int = 0
+    saturated: int = 0
+    flushed_blocks: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Tally)))
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Signal to noise in decibels; None without a source."""
+        return sqnr_db(self.signal, self.noise) if self.compared else None
+
+
+def total(parts: Iterable[Tally]) -> Tally:
+    """Return the sum of tallies."""
+    return sum(parts, Tally())
+
+
+@ieee("tally")
+def tally(
+    form: Container,
+    codes: npt.NDArray[np.uint8],
+    scales: np.ndarray,
+    tensor_scale: np.float32 | None,
+    x: np.ndarray | None = None,
+) -> Tally:
+    """Return the tally of rows of a layer.
+
+    codes: as stored, [N, K * bits / 8]; scales: as stored, one for a block; tensor_scale: multiplies, None stands for 1.
+    x: the source of these rows, float [N, K]; None counts only what is stored.
+    Numerics: decoded as decode does; the difference is exact in float64, and so is the limit that tells saturated values.
+    """
+    height = form.block[0]
+    found = []
+    with np.errstate(all="ignore"):
+        for rows in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
+            part = codes[rows], scales[rows.start // height : -(-rows.stop // height)]
+            held, zero = _held(form, *part)
+            found.append(held if x is None else held + _against(form, *part, tensor_scale, x[rows], zero))
+    return total(found)
+
+
+def _held(form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray) -> tuple[Tally, npt.NDArray[np.bool_]]:
+    """The counts of what is stored, and which blocks decode to zeros."""
+    empty = _empty_blocks(form, codes)
+    values = scales_of(form, scales)
+    zero = empty | (values == 0)
+    magnitudes = np.abs(values)
+    least = float(FLT_MIN) if form.scale is None else max(float(form.scale.min_normal), float(FLT_MIN))
+    return Tally(
+        elements=codes.size * 8 // form.element.bits,
+        blocks=scales.size,
+        at_max=_count_codes(form.element, codes, [form.element.max_code]),
+        nan_codes=_count_codes(form.element, codes, _nan_codes(form.element)),
+        nan_scales=int(np.count_nonzero(~np.isfinite(values))),
+        negative_scales=int(np.count_nonzero(values < 0)),
+        subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < least))),
+        zero_blocks=int(np.count_nonzero(zero)),
+        zero_scales=int(np.count_nonzero(zero & ~empty)),
+    ), zero
+
+
+def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
+    """How many codes have one of these magnitudes, in bytes that hold one or two."""
+    magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
+    pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
+    return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
+
+
+def _nan_codes(element: ElementFormat) -> list[int]:
+    """Magnitudes that are NaN."""
+    return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
+
+
+def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Of each block, whether all of its codes are zeros of either sign."""
+    element = form.element
+    magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
+    mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
+    height, width = form.block
+    if height > 1:
+        return ~_any_in_blocks(form, (codes & np.uint8(mask & 0xFF)) != 0)
+    words = np.ascontiguousarray(codes).view(np.uint64).reshape(len(codes), -1, width * element.bits // 64)
+    joined: Any = reduce(np.bitwise_or, (words[..., i] for i in range(words.shape[-1])))
+    empty: npt.NDArray[np.bool_] = (joined & np.uint64(mask)) == 0
+    return empty
+
+
+def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Of each block of elements, whether any is set; the last rows and columns may be fewer."""
+    for axis, size in enumerate(form.block):
+        flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
+    return flags
+
+
+def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """What each block has, for each of its elements."""
+    height, width = form.block
+    rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
+    return np.repeat(rows, width, axis=1)[:, : shape[1]]
+
+
+def _against(
+    form: Container,
+    stored: npt.NDArray[np.uint8],
+    scales: np.ndarray,
+    tensor_scale: np.float32 | None,
+    source: np.ndarray,
+    zero: npt.NDArray[np.bool_],
+) -> Tally:
+    """The counts against a source; zero: the blocks that decode to zeros."""
+    x = source.astype(np.float32, copy=False)
+    codes = codes_of(form, stored)
+    signal, noise, nonfinite = _distance(x, decode(form, codes, scales, tensor_scale))
+    beyond = np.abs(x) > _per_element(form, _limits(form, scales, tensor_scale), x.shape)
+    saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
+    flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
+    return Tally(
+        compared=x.size,
+        nonfinite=nonfinite,
+        saturated=int(np.count_nonzero(saturated)),
+        flushed_blocks=int(np.count_nonzero(flushed)),
+        signal=signal,
+        noise=noise,
+    )
+
+
+def _limits(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
+    """The largest float32 that does not exceed what each block can hold; the products are exact in float64."""
+    exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
+    exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
+    rounded = exact.astype(np.float32)
+    limits: npt.NDArray[np.float32] = np.where(rounded > exact, np.nextafter(rounded, np.float32(0)), rounded)
+    return limits
+
+
+def _distance(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
+    """Sums of x^2 and (x - decoded)^2 over finite x, and the count of others."""
+    wide = x.astype(np.float64)
+    signal, noise = _squares(wide), _squares(wide - decoded)
+    if math.isfinite(signal) and math.isfinite(noise):
+        return signal, noise, 0
+    usable = np.isfinite(x)
+    rest, other = wide[usable], decoded[usable]
+    return _squares(rest), _squares(rest - other) if np.isfinite(other).all() else math.inf, int(x.size - rest.size)
+
+
+def _squares(x: npt.NDArray[np.float64]) -> float:
+    """The sum of squares, in one order on every machine, in one thread."""
+    flat = x.reshape(-1)
+    return float(np.einsum("i,i->", flat, flat))
+
+
+def magnitude_bits(x: np.ndarray) -> np.ndarray:
+    """Return the bits of ``x`` without the sign, as unsigned integers: they order as |x| does, inf and NaN on top."""
+    unsigned = np.dtype(f"u{x.dtype.itemsize}")
+    return x.view(unsigned) & np.array((1 << (8 * x.dtype.itemsize - 1)) - 1, unsigned)
+
+
+def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
+    """Return max |x| of the finite values of the 2-D float array ``x``, 0 without any, and its count of NaN and inf."""
+    infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
+    largest, bad = infinity & 0, 0
+    for rows in row_chunks(len(x), x.shape[1]):
+        bits = magnitude_bits(x[rows])
+        top = bits.max()
+        if top >= infinity:  # a second look at few chunks
+            finite = bits < infinity
+            top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
+        largest = max(largest, top)
+    return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad
+
+
+def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
+    """The same, found on a GPU; on the host where one is not finite."""
+    with making_current(device):
+        found: Any = amax(to_device(x))
+        largest = np.float32(found.get())
+    return (largest, 0) if np.isfinite(largest) else amax_and_nonfinite(x)

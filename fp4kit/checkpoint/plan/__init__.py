@@ -1,0 +1,1 @@
+"""Decide what happens to each tensor, before any work starts."""

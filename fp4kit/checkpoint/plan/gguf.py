@@ -1,0 +1,64 @@
+"""GGUF files to GGUF files: which container; what llama.cpp could not use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from fp4kit.checkpoint.containers import ggml_names
+from fp4kit.checkpoint.containers.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.selection.selection import Decision, no_multiple
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.storage.errors import CheckpointError, shown
+
+FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
+
+
+def is_gguf_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config stands for the header of a GGUF file."""
+    return ggml_names.ARCHITECTURE in config
+
+
+def form_for(recipe: Recipe) -> Container:
+    """The blocks that hold the codes and scales of a recipe. Raises CheckpointError for one that has no place in them."""
+    form = next((known for known in FORMS if known.stores(recipe)), None)
+    if form is None:
+        usable = ", ".join(id for id, known in RECIPES.items() if any(form.stores(known) for form in FORMS))
+        raise CheckpointError(f"recipe {recipe.id}: has no place in a GGUF file; use one of {usable}")
+    return form
+
+
+def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
+    """Raise CheckpointError for a GGUF file that is no whole language model, or modules of no use to llama.cpp in a form."""
+    if not is_gguf_config(source.config):
+        return
+    file = source.files[0]
+    parts = file.metadata.get("split.count", "1")
+    if parts not in ("0", "1"):
+        raise CheckpointError(f"{file.label}: one of {shown(parts)} files of a model; join them with llama-gguf-split --merge")
+    if source.config[ggml_names.ARCHITECTURE] == "clip":
+        raise CheckpointError(f"{file.label}: a projector of images or sound, which is kept; convert the language model's file")
+    if form is not None and form.has_tensor_scale:
+        _check_scales(source, modules)
+
+
+def _check_scales(source: Source, modules: Collection[str]) -> None:
+    """Raise CheckpointError for modules that llama.cpp cannot use with tensor scales."""
+    found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
+    if found:
+        module, text = found[0]
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        plain = ", ".join(id for id, known in RECIPES.items() if GGUF_NVFP4.stores(known))
+        way_out = f"leave it out with --keep, or use a recipe without tensor scale: {plain}"
+        raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
+
+
+def left_out(
+    source: Source, form: Container, weights: Mapping[str, Weight], decisions: Mapping[str, Decision]
+) -> Iterator[str]:
+    """Yield a sentence for every matrix of a GGUF file that stays what it is because of the length of its rows."""
+    for name, weight in weights.items():
+        if is_gguf_config(source.config) and decisions[name].reason == no_multiple(weight.shape, form.row_multiple):
+            yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {source.tensors[name][1].dtype}"

@@ -1,0 +1,348 @@
+"""What a conversion will do: an action and its reason per tensor, the files, the exclusion list.
+
+Of headers alone; of scales, too, where they have to be powers of two.
+
+A plan is data. ``make_plan`` decides, ``convert.execute`` obeys, and in between a plan can be printed (``--dry-run``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fp4kit import __version__
+from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers.configs import container_id
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.containers.ggml_names import RECIPE, VERSION
+from fp4kit.checkpoint.convert import fp8_to_mxfp8
+from fp4kit.checkpoint.convert.journal import identity
+from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.model import side_files
+from fp4kit.checkpoint.model.declared_quantization import check_declared
+from fp4kit.checkpoint.model.layers import Piece, layer_names, numbers, pieces
+from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
+from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
+from fp4kit.checkpoint.plan import gguf, scale_search
+from fp4kit.checkpoint.plan.actions import actions_of
+from fp4kit.checkpoint.plan.borrowed_codes import check_alike, recorded_recipe, with_codes
+from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
+from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide
+from fp4kit.lazy import lazy_property
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+
+_WORDS = {
+    QUANTIZE: "quantized", RENAME: "same codes", CAST: "same codes where exponents allow",
+    CARRY: "same codes where scales are powers of two", REQUANTIZE: "decoded and quantized anew",
+    DEQUANTIZE: "decoded",
+}  # fmt: skip
+
+
+_NO_CODES = Decision(False, "--codes has none of it", True)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What happens to one tensor, or to one weight with all of its parts, and why. group: those that share its tensor scale."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    action: str
+    reason: str
+    bytes_in: int
+    pieces: tuple[Piece, ...]
+    place: Located | None = None  # of a tensor that is copied
+    group: Mapping[str, str] | None = None  # module -> group
+
+    @property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        """The tensors that it becomes, each once."""
+        if self.place is not None:
+            return (OutputTensor(self.name, self.dtype, self.shape),)
+        return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of those."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """One file to write: what the tensors of one source file become, under its name."""
+
+    name: str
+    tensors: tuple[TensorPlan, ...]
+    metadata: Mapping[str, str]
+
+    @lazy_property
+    def outputs(self) -> tuple[OutputTensor, ...]:
+        """All tensors of the file."""
+        return tuple(output for tensor in self.tensors for output in tensor.outputs)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole conversion. form: what is written, None for numbers. ignore: the exclusion list; warnings: for the user."""
+
+    source: Source
+    request: Request
+    form: Container | None
+    has_input_scale: bool
+    shards: tuple[ShardPlan, ...]
+    ignore: tuple[str, ...]
+    warnings: tuple[str, ...]
+    auxiliary: side_files.AuxiliaryFiles
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of new codes."""
+        return self.request.recipe
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a file is written, a GGUF file, and no directory."""
+        return gguf.is_gguf_config(self.source.config)
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        """Of all files."""
+        return tuple(tensor for shard in self.shards for tensor in shard.tensors)
+
+    @property
+    def converted(self) -> tuple[TensorPlan, ...]:
+        """Those that are not copied."""
+        return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
+
+    @property
+    def format_name(self) -> str:
+        """What is written, in words."""
+        return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes of all source tensors."""
+        return sum(tensor.bytes_in for tensor in self.tensors)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes of all output tensors."""
+        return sum(tensor.bytes_out for tensor in self.tensors)
+
+
+def make_plan(
+    source: str | Path,
+    recipe_id: str | Recipe = "nvfp4-te",
+    *,
+    format: str | None = None,
+    wishes: Wishes | None = None,
+    input_scale: float | None = None,
+    requantize: bool = False,
+    nonfinite: str = "error",
+    codes: str | Path | None = None,
+    search: scale_search.ScaleSearch | None = None,
+) -> Plan:
+    """Return the plan to convert the model ``source``; reads headers and JSON only.
+
+    source: a model directory, or a GGUF file, which becomes a GGUF file.
+    format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or "bf16" for numbers again; None
+        takes the one that most engines load for this recipe and model. wishes: which layers; see selection.Wishes.
+    input_scale: a positive float32 written for every layer, which makes the checkpoint NVFP4 (4-bit activations) instead of
+        W4A16_NVFP4. 1.0 is what loaders get that ignore it; nothing here is calibrated.
+    requantize: layers that are quantized already may get other codes, with a loss. Without it their values are kept, but for
+        MXFP4 that becomes NVFP4 and whose exponents lie too far apart; the report names those.
+    nonfinite: "error", "keep" (as the recipe has it) or "saturate" (infinities to the largest finite magnitude, NaN to 0).
+    codes: a quantized model whose codes are taken instead of the source's own numbers, which stay where it has none: a directory
+        for a GGUF file, or the other way round. The recipe says into which form. Some rows of both are read: they must be alike.
+    search: of each block the scale of least error instead of that of its amax: ScaleSearch.of("mse", column_weights), with
+        nvfp4-modelopt-static into modelopt or compressed-tensors.
+    Raises CheckpointError for a source that cannot be converted, a format that no engine loads, an unmatched pattern, a gate
+    without its up projection, or when nothing is left to convert.
+    """
+    request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite, search=search)
+    model = open_source(Path(source))
+    weights = weights_of(model.tensors, model.config)
+    check_declared(model, weights)
+    if codes is None:
+        return _Planner(model, request, weights).plan()
+    beside = open_source(Path(codes))
+    taken = with_codes(weights, model, beside)
+    plan = _Planner(model, replace(request, codes=identity(beside), made_by=recorded_recipe(beside)), taken).plan()
+    check_alike([tensor.name for tensor in plan.converted], weights, taken)
+    return plan
+
+
+class _Planner:
+    """One source, one request: decides, and gathers what the decisions give."""
+
+    def __init__(self, source: Source, request: Request, weights: Mapping[str, Weight]) -> None:
+        self.source, self.request, self.weights = source, request, weights
+        self.config = source.config
+        self.form = request.form_for(self.config)
+        self.decisions = self._decisions()
+        self.selected = {name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted}
+        self.has_input_scale = self._has_input_scale()
+        mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
+        gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
+        check_input_scale(self.form, self.has_input_scale)
+        self.groups = self._groups()
+        self.actions = self._actions()
+        if not request.requantize:
+            fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
+
+    def _decisions(self) -> dict[str, Decision]:
+        """Of every tensor that is not a part of another one: converted or not, and why."""
+        if self.form is None:
+            return {name: Decision(w.container is not None, "stored as numbers") for name, w in self.weights.items()}
+        wishes = self.request.wishes
+        if experts_only(self.form) and wishes.preset != "experts":
+            wishes = replace(wishes, preset="experts")
+        facts = model_facts(self.config)
+        parts = part_names(self.weights.values()) - set(self.weights)
+        found = [self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts]
+        decisions = decide(found, wishes, self.form.row_multiple)
+        if self.request.codes:
+            without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
+            decisions |= dict.fromkeys(without, _NO_CODES)
+        if experts_only(self.form):
+            alone = Decision(False, f"not a routed expert, which alone are {self.form}", True)
+            others = {one.name for one in found if one.kind != "routed expert"}
+            decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
+        check(found, wishes, decisions)
+        return decisions
+
+    def _has_codes(self, name: str) -> bool:
+        return name in self.weights and bool(self.weights[name].members)
+
+    def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
+        weight = self.weights.get(name)
+        if weight is None:
+            return candidate(name, entry.dtype, entry.shape, facts)
+        dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
+        return Candidate(name, weight.name, dtype, weight.shape, facts)
+
+    def _has_input_scale(self) -> bool:
+        """Whether every layer gets an input scale: the user's, or those that all of them have."""
+        if self.form is None or not self.form.has_tensor_scale:
+            return False
+        have = [INPUT_SCALE in weight.parts for weight in self.selected.values()]
+        return self.request.input_scale is not None or (bool(have) and all(have))
+
+    def _groups(self) -> dict[str, str]:
+        """Module -> group, of the layers that share a tensor scale."""
+        if self.form is None or not self.form.has_tensor_scale:
+            return {}
+        modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
+        alone = fused_layers.unpaired(modules, [weight.name for weight in self.weights.values()])
+        if alone:
+            raise CheckpointError("; ".join(alone[:3]))
+        return fused_layers.shared_amax_groups(modules)
+
+    def plan(self) -> Plan:
+        """The whole."""
+        if not any(True for _ in self.selected):
+            raise CheckpointError("0 tensors to convert: nothing in the source is quantized; there is nothing to make numbers of")
+        shards = tuple(self._shard(file) for file in self.source.files)
+        _check_outputs(shards)
+        scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
+        ignore, warnings = self._exclusions()
+        names = {file.name for file in self.source.files} | {INDEX}
+        beside = side_files.scan(self.source.root, names)
+        return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, beside)
+
+    def _shard(self, file: SafetensorsFile) -> ShardPlan:
+        parts = part_names(self.weights.values()) - set(self.weights)
+        tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
+        recorded = "" if self.form is None else self.request.recorded
+        own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
+        taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        if self.form is not None and self.form.format == mlx.FORMAT:
+            taken_over["format"] = mlx.FORMAT
+        return ShardPlan(file.name, tensors, {**taken_over, **own})
+
+    def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+        weight = self.weights.get(entry.name)
+        if weight is not None and entry.name in self.selected:
+            return self._converted(weight)
+        reason = self.decisions[entry.name].reason if entry.name in self.decisions else "not a weight"
+        weight = None if self._has_codes(entry.name) else weight  # whose own numbers stay
+        if weight is not None and weight.container is not None and not self._stays_quantized():
+            return self._numbers(weight, f"{reason}; decoded, since its form is another one")
+        if weight is not None and weight.container is not None:
+            return self._copied_whole(weight, reason)
+        return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), located(file, entry))
+
+    def _stays_quantized(self) -> bool:
+        """Whether loaders expect layers that are not converted as they are: DeepSeek-V4's FP8 beside its experts."""
+        return is_deepseek_v4(self.config) and experts_only(self.form)
+
+    def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
+        assert weight.container is not None
+        found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
+        why = f"{reason}; as it is"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
+
+    def _numbers(self, weight: Weight, reason: str) -> TensorPlan:
+        turned = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
+        found = tuple(numbers(weight, "BF16", turned))
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
+
+    def _converted(self, weight: Weight) -> TensorPlan:
+        if self.form is None:
+            return self._numbers(weight, f"{weight.dtype}: decoded")
+        action = self.actions[weight.tensor]
+        found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
+        groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
+        shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
+        words = _WORDS[action] + scale_search.words_of(self.request.search, action)
+        reason = f"{self.decisions[weight.tensor].reason}: {words}{shared}"
+        return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
+
+    def _actions(self) -> dict[str, str]:
+        """Tensor -> how its weight gets into the form that is written."""
+        if self.form is None:
+            return {}
+        groups: dict[str, set[str]] = defaultdict(set)
+        for tensor, weight in self.selected.items():
+            for name in layer_names(weight, self.form, self.config):
+                if name in self.groups:
+                    groups[self.groups[name]].add(tensor)
+        return actions_of(self.selected, groups, self.form, self.request)
+
+    def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The exclusion list, and what loaders may trip over. Layers that stay quantized as they are, are quantized for them."""
+        if self.form is None:
+            return (), ()
+        quantized = [w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())]
+        converted = [name for weight in quantized for name in layer_names(weight, self.form, self.config)]
+        stay = {weight.tensor for weight in quantized}
+        kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
+        modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
+        declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
+        warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
+        warnings += gguf.left_out(self.source, self.form, self.weights, self.decisions)
+        if declared is None or declared.syntax is None:
+            return (), tuple(warnings)
+        subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
+        ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
+        warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
+        return ignore, tuple(warnings)
+
+
+def _check_outputs(shards: Iterable[ShardPlan]) -> None:
+    """Raise if two tensors would be written under one name."""
+    seen: set[str] = set()
+    for output in (output for shard in shards for output in shard.outputs):
+        if output.name in seen:
+            raise CheckpointError(f"{shown(output.name)}: would be written twice; rename it in the source")
+        seen.add(output.name)

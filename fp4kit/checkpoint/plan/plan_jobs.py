@@ -1,0 +1,41 @@
+"""The jobs of a plan, each with the bytes of the output files that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from fp4kit.checkpoint.containers.container import VALUES
+from fp4kit.checkpoint.model.layers import Piece
+from fp4kit.checkpoint.plan.job import COPY, Job, Target
+from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
+
+
+def jobs_of(plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)) -> Iterator[Job]:
+    """The jobs of a plan; positions: output tensor -> its file and where it begins there. device: CUDA devices, in turn."""
+    number = 0
+    for tensor in plan.tensors:
+        if tensor.place is not None:
+            path, at = positions[tensor.name]
+            key = f"{tensor.name}#" if "#" in tensor.name else tensor.name  # no piece's, which ends with "#" and a number
+            yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
+            continue
+        for piece in tensor.pieces:
+            yield _job(plan, tensor, piece, positions, device[number % len(device)])
+            number += 1
+
+
+def _job(plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None) -> Job:
+    targets = []
+    for output in piece.outputs:
+        path, at = positions[output.name]
+        begin, count = piece.share(output.nbytes)
+        targets.append(Target(output.part, path, at + begin, count, output.dtype))
+    key = f"{piece.module}#{piece.number}"
+    group = (tensor.group or {}).get(piece.module, key)
+    request, search = plan.request, plan.request.search
+    searched = () if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
+    return Job(
+        key, tensor.action, piece.weight, tuple(targets), piece.expert, piece.span, group, request.recipe, piece.form,
+        request.input_scale, request.nonfinite, piece.turned, device, *searched,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Execution shared by all commands: staging of files, executors, prefetching, paths."""

@@ -1,0 +1,1 @@
+"""Choose the layers to quantize, and those that share a tensor scale."""

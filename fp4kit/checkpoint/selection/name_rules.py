@@ -1,0 +1,316 @@
+"""Which tensors are converted: ordered rules, each of which may say why a tensor is copied instead.
+
+The names are those of published models. A rule looks only at one tensor's name, dtype and shape and at a few facts of
+config.json, never at other tensors: the converter, which sees all, and a live export, which sees one at a time, decide alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from fp4kit.checkpoint.containers import ggml_names
+from fp4kit.lazy import lazy_property
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.ggml_types import BLOCKED
+from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
+
+# Of one section of config.json, the decoder's own first: Whisper and BART have both kinds.
+_LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
+_MAX_LAYERS = 100_000
+_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
+STACKS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "w13")  # leaf names of stacks of experts
+_GRANITE_STACKS = ("input_linear", "output_linear")
+# Encoders of images, sound and the like, what joins them to the language model, and what speaks.
+_TOWERS = re.compile(
+    r"(vision|visual|image|video|audio|speech)(_\w+)?|\w*(projector|connector|aligner|qformer|resampler)(_model)?"
+    r"|language_projection|merger|talker|token2wav|code2wav"
+)
+_HEADS = {"lm_head", "embed_out", "output_layer", "classifier", "score", "cls", "qa_outputs", "shared_head"}
+_EMBEDDINGS = {"emb", "wte", "wpe", "relative_attention_bias"}
+_ROUTERS = {"router", "router_gate", "shared_expert_gate", "shared_experts_gate"}
+_SHARED_EXPERTS = {"shared_expert", "shared_experts", "share_expert", "shared_mlp"}
+_MLPS = {
+    "mlp", "ffn", "feed_forward", "DenseReluDense", "intermediate", "output", "moe", "block_sparse_moe", "gate_proj", "up_proj",
+    "down_proj", "gate_up_proj", "w1", "w2", "w3", "fc1", "fc2", "c_fc", "dense_h_to_4h", "dense_4h_to_h",
+}  # fmt: skip
+_DRAFT_INPUTS = {"eh_proj", "e_proj", "h_proj"}
+_CONV1D_MODELS = {"gpt2", "openai-gpt", "imagegpt"}
+
+Role = ggml_names.Role
+Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "linear layer"]
+
+
+@lru_cache(1 << 14)
+def _role(part: str) -> Role | None:
+    """Return what one part of a dotted name says of the tensor."""
+    if _TOWERS.fullmatch(part):
+        return "tower"
+    if part == "mtp" or part.startswith("mtp_"):
+        return "mtp"
+    if part in _HEADS or re.fullmatch(r"(\w+_)?heads?", part):
+        return "head"
+    if "embed" in part or part.endswith("_emb") or part in _EMBEDDINGS:
+        return "embedding"
+    if part in _ROUTERS:
+        return "router"
+    if part == "experts":
+        return "experts"
+    if part in _SHARED_EXPERTS:
+        return "shared"
+    if part in ggml_names.ROLES:
+        return ggml_names.ROLES[part]
+    if "attn" in part or "attention" in part.lower():
+        return "attention"
+    return "mlp" if part in _MLPS else None
+
+
+@dataclass(frozen=True)
+class Model:
+    """The facts of config.json that rules use. layers: of the decoder; None: the config does not say."""
+
+    layers: int | None
+    model_type: str = ""
+    has_encoder: bool = False  # beside the decoder, so that encoder.layers.N is none of its layers
+    is_gguf: bool = False  # its tensors have the names of llama.cpp
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tensor, as rules see it.
+
+    name: of the tensor, or the module of a stack. module: name without ``.weight``; equal to name, it is no weight, or a stack.
+    dtype: safetensors dtype of its values, or the name of the container that holds them. shape: (N, K), or (E, N, K) of a stack
+        of experts, K contracted, however they are stored.
+    """
+
+    name: str
+    module: str
+    dtype: str
+    shape: tuple[int, ...]
+    model: Model
+
+    @lazy_property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.module.split("."))
+
+    @lazy_property
+    def roles(self) -> tuple[Role | None, ...]:
+        """What each of parts says."""
+        return tuple(map(_role, self.parts))
+
+    @lazy_property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of experts of a form that can be converted."""
+        return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether patterns name it: a ``.weight`` of a module that has a name, however it is stored, or a stack."""
+        return self.module not in ("", self.name) or self.is_stack
+
+    def up_to(self, role: Role) -> str | None:
+        """Return the prefix that ends with the first part of this role, or None."""
+        return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
+
+    def part(self, role: Role) -> str | None:
+        """Return the first part of this role, or None."""
+        return self.parts[self.roles.index(role)] if role in self.roles else None
+
+    @lazy_property
+    def _layer_at(self) -> int | None:
+        """Where the number of its layer is in parts: behind the first of _LAYER_LISTS that a number follows."""
+        for at, part in enumerate(self.parts[1:], 1):
+            if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
+                return at
+        return None
+
+    @property
+    def decoder_layer(self) -> tuple[str, int] | None:
+        """Return the prefix and the number of its layer, if that is one of the decoder: ``("model.layers.3", 3)``."""
+        at = self._layer_at
+        if at is None or "tower" in self.roles or self.mtp_prefix is not None:
+            return None
+        if self.model.has_encoder and "encoder" in self.parts[:at]:
+            return None
+        return ".".join(self.parts[: at + 1]), int(self.parts[at])
+
+    @property
+    def mtp_prefix(self) -> str | None:
+        """Return the prefix of the multi-token prediction that it belongs to: mtp, or a layer beyond the last of the decoder."""
+        prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
+        if prefix or at is None or layers is None or int(self.parts[at]) < layers:
+            return prefix
+        beyond = self.parts[at - 1] == "layers" and "encoder" not in self.parts[:at]
+        return ".".join(self.parts[: at + 1]) if beyond else None
+
+    @lazy_property
+    def kind(self) -> Kind:
+        """What presets go by. Experts and attention come before the MLPs whose parts they are named like."""
+        if "experts" in self.roles:
+            return "routed expert"
+        if "shared" in self.roles:
+            return "shared expert"
+        if "attention" in self.roles:
+            return "attention"
+        return "dense MLP" if "mlp" in self.roles else "linear layer"
+
+
+def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
+    """Return a plain tensor as rules see it; shape as Candidate says."""
+    return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
+
+
+def _layer_count(section: Mapping[str, Any]) -> int | None:
+    """Return the decoder's layer count of one section of config.json; None if it has none."""
+    given = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
+    for key, value in given.items():
+        if type(value) is not int or not 1 <= value <= _MAX_LAYERS:
+            raise CheckpointError(f"config.json: {key} is {value!r}; a whole number from 1 to {_MAX_LAYERS} is needed")
+    return next(iter(given.values()), None)
+
+
+def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the sections that may describe the decoder, those of language models inside of other models first."""
+    for key in _TEXT_SECTIONS:
+        if isinstance(config.get(key), dict):
+            yield from _sections(config[key])
+    yield config
+
+
+def model_facts(config: Mapping[str, Any]) -> Model:
+    """Return the facts of config.json, and of its text_config and the like, that rules use."""
+    counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
+    has_encoder = any(section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config))
+    return Model(counts[0] if counts else None, str(config.get("model_type", "")), has_encoder, ggml_names.ARCHITECTURE in config)
+
+
+def _other_stack(tensor: Candidate) -> str | None:
+    rank, leaf = len(tensor.shape), tensor.parts[-1]
+    granite = rank == 3 and leaf in _GRANITE_STACKS
+    if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
+        return None
+    plain = rank == 2 and (tensor.is_weight or tensor.name.endswith("bias"))
+    return None if plain else f"expert stack of a form that is not converted ({leaf}, {rank}-D)"
+
+
+def _not_a_weight(tensor: Candidate) -> str | None:
+    return None if tensor.is_weight else "not a weight"
+
+
+def _rank(tensor: Candidate) -> str | None:
+    rank = len(tensor.shape)
+    if rank == 2 or tensor.is_stack:
+        return None
+    return "1-D: a norm or a bias" if rank == 1 else f"{rank}-D: not a linear layer"
+
+
+def _tower_prefix(tensor: Candidate) -> str | None:
+    return tensor.up_to("tower")
+
+
+def _tower(tensor: Candidate) -> str | None:
+    prefix = _tower_prefix(tensor)
+    return f"vision or audio tower ({prefix})" if prefix else None
+
+
+def _mtp_prefix(tensor: Candidate) -> str | None:
+    return tensor.mtp_prefix
+
+
+def _mtp(tensor: Candidate) -> str | None:
+    prefix = tensor.mtp_prefix
+    return f"multi-token prediction ({prefix})" if prefix else None
+
+
+def _head(tensor: Candidate) -> str | None:
+    part = "output" if tensor.parts == ("output",) else tensor.part("head")
+    return f"output head ({part})" if part else None
+
+
+def _embedding(tensor: Candidate) -> str | None:
+    part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")  # shared: of T5 and BART
+    return f"embedding ({part})" if part else None
+
+
+def _embedding_layer(tensor: Candidate) -> str | None:
+    """Linear layers within an embedding, such as one of images, and projections of embeddings: a table ends in its own name."""
+    part, leaf = tensor.part("embedding"), tensor.parts[-1]
+    within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
+    return f"layer of an embedding ({part})" if within else None
+
+
+def _router(tensor: Candidate) -> str | None:
+    return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
+
+
+def _draft_input(tensor: Candidate) -> str | None:
+    leaf = tensor.parts[-1]
+    joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
+    return f"input of multi-token prediction, which engines read unquantized ({leaf})" if joins else None
+
+
+def _sensitive(tensor: Candidate) -> str | None:
+    """As vLLM builds them: an indexer's wk and weights_proj, as one; a compressor; a state-space model's x_proj, dt_proj."""
+    leaf = tensor.parts[-1]
+    if "compressor" in tensor.parts:
+        leaf = f"compressor.{leaf}"
+    elif leaf == "wk" and "indexer" in tensor.parts:
+        leaf = "indexer.wk"
+    elif leaf not in ("weights_proj", "x_proj", "dt_proj"):
+        return None
+    return f"engines read it unquantized ({leaf})"
+
+
+def _ggml(tensor: Candidate) -> str | None:
+    return ggml_names.kept(tensor.name) if tensor.model.is_gguf else None
+
+
+def _conv1d(tensor: Candidate) -> str | None:
+    transposed = tensor.model.model_type in _CONV1D_MODELS
+    return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
+
+
+def _dtype(tensor: Candidate) -> str | None:
+    if tensor.dtype == "Q8_0":
+        return "is Q8_0, quantized already; --requantize gives it other codes"
+    plain = (tensor.dtype in DTYPE_BITS or tensor.dtype in BLOCKED) and tensor.dtype not in FLOAT_DTYPES
+    return f"dtype {tensor.dtype} is not one of {', '.join(FLOAT_DTYPES)}" if plain else None
+
+
+def _empty(tensor: Candidate) -> str | None:
+    return "has no elements" if 0 in tensor.shape else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``reason`` returns why a tensor is copied, or None; ``listed``: else loaders expect it quantized."""
+
+    reason: Callable[[Candidate], str | None]
+    listed: bool
+    prefix: Callable[[Candidate], str | None] | None = None  # of the subtree that is copied as a whole, unless it is asked for
+
+
+FIRST_RULES = (  # before those of the layers that are kept
+    Rule(_other_stack, True),
+    Rule(_not_a_weight, False),
+    Rule(_rank, False),
+    Rule(_tower, True, _tower_prefix),
+    Rule(_mtp, True, _mtp_prefix),
+)
+RULES = (
+    Rule(_router, True),
+    Rule(_head, True),
+    Rule(_embedding_layer, True),
+    Rule(_embedding, False),
+    Rule(_draft_input, True),
+    Rule(_sensitive, True),
+    Rule(_ggml, True),
+    Rule(_conv1d, True),
+    Rule(_dtype, True),
+    Rule(_empty, True),
+)

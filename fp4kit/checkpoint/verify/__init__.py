@@ -1,0 +1,1 @@
+"""Check a checkpoint: integrity, loaders, values; compare two; reconcile scales."""

@@ -1,0 +1,189 @@
+"""Two checkpoints, tensor by tensor: what is missing, what has another dtype or shape, how many bytes differ.
+
+Quantized layers are compared as such too: codes, scales, decoded values, and how far apart the values are; also with the
+unquantized weights of the other checkpoint. So are the configs and the metadata of the files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.identify.match_layers import Origin, origins
+from fp4kit.checkpoint.model.decode import codes_of, row_chunks
+from fp4kit.checkpoint.model.inspect import Checkpoint, natural_order, open_checkpoint
+from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.verify.compare_configs import ConfigDifference, compare_configs
+from fp4kit.storage.safetensors_file import TensorEntry
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """One tensor that is not the same. kind: "missing" (from b), "extra" (in b), "dtype", "shape" or "bytes"."""
+
+    name: str
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class LayerDifference:
+    """How a layer differs that one or both have quantized: counts of codes, block scales and values (by bits), SQNR.
+
+    codes, scales are None where one of them has the weights themselves; tensor_scales are None where there are none.
+    """
+
+    name: str
+    elements: int
+    codes: int | None
+    scales: int | None
+    values: int
+    tensor_scales: tuple[float | None, float | None]
+    sqnr_db: float  # of b against a
+    tensors: tuple[str, ...] = ()  # that it consists of, in a and in b
+
+
+@dataclass(frozen=True)
+class CheckpointComparison:
+    """All differences; ``same`` tensors are equal in dtype, shape and every byte.
+
+    How tensors are spread over files is not compared.
+    """
+
+    same: int
+    tensors: tuple[TensorDifference, ...]
+    layers: tuple[LayerDifference, ...] = ()
+    configs: tuple[ConfigDifference, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether tensors, configs and metadata are all the same."""
+        return not self.tensors and not self.configs
+
+
+def compare_checkpoints(a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None) -> CheckpointComparison:
+    """Compare two checkpoints, directories or .safetensors files, by name: configs, metadata, tensors, quantized layers.
+
+    progress: called with numbers of bytes of ``a`` that add up to those of its tensors.
+    Raises CheckpointError for what is malformed. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) of its values.
+    """
+    left, right = open_checkpoint(a), open_checkpoint(b)
+    configs = compare_configs(left, right)
+    tick = progress or (lambda count: None)
+    differences: list[TensorDifference] = []
+    with Readers() as readers:
+        for name in sorted({*left.tensors, *right.tensors}, key=natural_order):
+            found = _header_difference(name, left, right) or _byte_difference(name, left, right, readers)
+            differences += [found] if found else []
+            tick(left.tensors[name][1].nbytes if name in left.tensors else 0)
+        changed = {difference.name for difference in differences}
+        layers = tuple(_layer_difference(*pair, readers) for pair in _changed_layers(left, right, changed))
+    same = len(left.tensors) - sum(d.kind != "extra" for d in differences)
+    return CheckpointComparison(same, tuple(differences), layers, configs)
+
+
+def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
+    """Return what the headers say on one tensor, or None if they agree."""
+    if name not in right.tensors:
+        return TensorDifference(name, "missing", _described(left.tensors[name][1]))
+    if name not in left.tensors:
+        return TensorDifference(name, "extra", _described(right.tensors[name][1]))
+    one, other = left.tensors[name][1], right.tensors[name][1]
+    for kind in ("dtype", "shape"):
+        if getattr(one, kind) != getattr(other, kind):
+            return TensorDifference(name, kind, f"{_described(one)} and {_described(other)}")
+    return None
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
+    """Return how many bytes of one tensor differ, or None if none do; bytes of one file are not read twice."""
+    (file, entry), (other, place) = left.tensors[name], right.tensors[name]
+    if entry.start == place.start and os.path.samefile(file.path, other.path):
+        return None
+    chunks = zip(readers.of(file).chunks(entry), readers.of(other).chunks(place), strict=True)
+    count = sum(int(np.count_nonzero(x != y)) for x, y in chunks)
+    return TensorDifference(name, "bytes", f"{count} of {entry.nbytes} bytes differ") if count else None
+
+
+def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
+    """Yield name and both sides of every layer of one shape that is quantized in one or both and owns a tensor that differs."""
+    forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
+    seen = set()
+    for form in forms:
+        assert form is not None
+        ours, theirs = origins(left, form), origins(right, form)
+        for key in sorted(ours.keys() & theirs.keys(), key=lambda key: (natural_order(key[0]), key[1])):
+            a, b = ours[key], theirs[key]
+            quantized = a.weight.container is not None or b.weight.container is not None
+            if key not in seen and quantized and a.shape == b.shape and not changed.isdisjoint((*a.names, *b.names)):
+                seen.add(key)
+                whole = a.weight.experts == 1 or not form.keeps_stacks
+                yield key[0] if whole else f"{key[0]}[{key[1]}]", a, b
+
+
+class _Counts(NamedTuple):
+    """What differs in some rows; None: one side has no codes, or no scales."""
+
+    values: int
+    codes: int | None
+    scales: int | None
+    signal: float
+    noise: float
+
+
+@ieee("compare")
+def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
+    """Return how one layer differs. Codes of different element formats all count as different."""
+    height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
+    found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
+    codes, scales = (_total(getattr(one, kind) for one in found) for kind in ("codes", "scales"))
+    pair = (_tensor_scale(a, readers), _tensor_scale(b, readers))
+    signal, noise = (sum(getattr(one, kind) for one in found) for kind in ("signal", "noise"))
+    values = sum(one.values for one in found)
+    names = (*a.names, *b.names)
+    return LayerDifference(name, prod(a.shape), codes, scales, values, pair, sqnr_db(signal, noise), names)
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
+    one, other = a.slab(readers, rows), b.slab(readers, rows)
+    x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
+    codes = scales = None
+    if a.weight.container is not None and b.weight.container is not None:
+        codes = _different(a.weight.container.element, b.weight.container.element, one.codes, other.codes, x.size, a, b)
+        scales = _different(a.weight.container.scale, b.weight.container.scale, one.scales, other.scales, 0)
+    values = int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
+    wide = x.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # of infinities of both
+        noise = float(np.sum((wide - y) ** 2))
+    return _Counts(values, codes, scales, float(np.sum(wide**2)), noise)
+
+
+def _different(format_a: Any, format_b: Any, x: Any, y: Any, most: int, a: Origin | None = None, b: Origin | None = None) -> int:
+    """How many codes or scales differ: all, if they are not alike in format and number."""
+    if format_a != format_b or x.shape != y.shape:
+        return most or int(x.size)
+    if a is not None and b is not None and a.weight.container is not None and b.weight.container is not None:
+        x, y = codes_of(a.weight.container, x), codes_of(b.weight.container, y)
+    return int(np.count_nonzero(x != y))
+
+
+def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
+    scale = tensor_scale_of(readers, origin.weight, origin.expert)
+    return None if scale is None else float(scale)

@@ -1,0 +1,119 @@
+"""What two checkpoints declare: config.json, hf_quant_config.json and the metadata of their safetensors files, key by key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
+from fp4kit.storage.errors import CheckpointError, listed
+
+METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class ConfigDifference:
+    """One entry that is not the same. kind: "missing" (from b), "extra" (in b) or "value".
+
+    place: the file, or ``__metadata__`` with the safetensors files that have it. key: of nested objects ``outer.inner``, empty
+        for the whole file. a, b: the values, None where there is none.
+    """
+
+    place: str
+    key: str
+    kind: Literal["missing", "extra", "value"]
+    a: Any = None
+    b: Any = None
+
+    @property
+    def detail(self) -> str:
+        """The values in a few words."""
+        if self.kind != "value":
+            return _brief(self.a if self.kind == "missing" else self.b)
+        if isinstance(self.a, list) and isinstance(self.b, list):
+            return _entries(self.a, self.b)
+        return f"{_brief(self.a)} and {_brief(self.b)}"
+
+
+def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
+    """Return what the configs and the metadata of two checkpoints say differently; the order of keys says nothing.
+
+    Values are the same only in one type: 1 is neither 1.0 nor true. Metadata is compared file by file where both have files of
+        the same names, else all of a checkpoint's at once.
+    """
+    try:
+        return tuple(_differences(left, right))
+    except RecursionError:
+        raise CheckpointError(f"{left.path}, {right.path}: their configs are nested too deeply to be compared") from None
+
+
+def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
+    """Yield the differences in order: config.json, hf_quant_config.json, metadata."""
+    for place, a, b in ((CONFIG, left.config, right.config), (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config)):
+        if a is not None and b is not None:
+            yield from _of_objects(place, "", a, b)
+        elif a is not None or b is not None:
+            yield ConfigDifference(place, "", "extra" if a is None else "missing", a, b)
+    yield from _of_metadata(left, right)
+
+
+def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
+    """Yield the differences of the metadata; one that several files have is one difference."""
+    one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
+    if one.keys() != other.keys():
+        yield from _of_objects(METADATA, "", _merged(left), _merged(right))
+        return
+    places: dict[ConfigDifference, list[str]] = {}
+    for name in sorted(one):
+        for difference in _of_objects(METADATA, "", one[name], other[name]):
+            places.setdefault(difference, []).append(name)
+    for difference, names in places.items():
+        yield replace(difference, place=f"{METADATA} of {listed(names, most=1)}")
+
+
+def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The metadata of all files: a value, or the list of those that occur."""
+    found: dict[str, set[str]] = {}
+    for file in checkpoint.files:
+        for key, value in file.metadata.items():
+            found.setdefault(key, set()).add(value)
+    return {key: values.pop() if len(values) == 1 else sorted(values) for key, values in found.items()}
+
+
+def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
+    """Yield the differences of two objects; objects within them are compared entry by entry."""
+    for name in sorted({*a, *b}):
+        key = f"{prefix}{name}"
+        if name not in b:
+            yield ConfigDifference(place, key, "missing", a=a[name])
+        elif name not in a:
+            yield ConfigDifference(place, key, "extra", b=b[name])
+        elif isinstance(a[name], dict) and isinstance(b[name], dict):
+            yield from _of_objects(place, f"{key}.", a[name], b[name])
+        elif _text(a[name]) != _text(b[name]):
+            yield ConfigDifference(place, key, "value", a[name], b[name])
+
+
+def _text(value: Any) -> str:
+    """A value as JSON, in which equal values of one type are equal texts."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _brief(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, (dict, list)) and len(_text(value)) > 40:
+        return f"{len(value)} entries"
+    return _text(value)
+
+
+def _entries(a: list[Any], b: list[Any]) -> str:
+    """How two lists differ."""
+    one, other = ([_text(value) for value in values] for values in (a, b))
+    gone, new = sorted(set(one) - set(other)), sorted(set(other) - set(one))
+    if not gone and not new:
+        return f"{len(a)} and {len(b)} entries, in another order or number"
+    parts = ((gone, "of a alone"), (new, "of b alone"))
+    return "; ".join(f"{len(names)} entries {where}, such as {names[0]}" for names, where in parts if names)

@@ -1,0 +1,149 @@
+"""What is wrong with a checkpoint by itself: tensors of no known form, scales that decode to nothing, and what loaders say."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fp4kit.checkpoint.containers import ggml_names, mlx
+from fp4kit.checkpoint.containers.configs import container_id
+from fp4kit.checkpoint.containers.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, TENSOR_SCALE, Container
+from fp4kit.checkpoint.loaders import exclusions, requirements
+from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.engines import Finding, finding
+from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
+from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.statistics import Tally
+from fp4kit.checkpoint.model.weights import Weight, part_names
+from fp4kit.checkpoint.plan.request import is_deepseek_v4
+from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Wishes, decide
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Something that is wrong, "error", or that one should know, "warning". loader: engine and version that would trip, or "".
+
+    count: how often, of what the text names; 0 where that says nothing.
+    """
+
+    severity: str
+    subject: str
+    text: str
+    loader: str = ""
+    count: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """The text, with the count."""
+        return f"{self.text}: {self.count}" if self.count else self.text
+
+
+def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
+    """Yield an issue for every tensor that looks like codes or scales and is part of no layer of a known form."""
+    for name in model.unrecognised:
+        entry = model.tensors[name][1]
+        yield Issue("error", name, f"{entry.dtype} {list(entry.shape)}: codes or scales of no form that is known here")
+
+
+_FACTS = (
+    ("nan_codes", "error", "codes that are NaN"),
+    ("nan_scales", "error", "block scales that are NaN or infinite"),
+    ("negative_scales", "error", "block scales that are negative, so that signs are wrong"),
+    ("zero_scales", "warning", "block scales that are zero over codes that are not, which are lost"),
+    ("nonfinite", "warning", "values of the source that are NaN or infinite"),
+    ("flushed_blocks", "warning", "blocks of zeros that are not zeros in the source: their scales underflow"),
+)
+
+
+def stored_issues(name: str, tally: Tally) -> Iterator[Issue]:
+    """Yield what the numbers of a layer tell."""
+    for fact, severity, text in _FACTS:
+        count = getattr(tally, fact)
+        if count:
+            yield Issue(severity, name, text, count=count)
+
+
+def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
+    """Return what the engines that load this kind of checkpoint would trip over; tensor_scales: name -> number of these, and of
+    input scales, as stored.
+    """
+    form, config = _form(model.layers.values()), model.config or {}
+    if ggml_names.ARCHITECTURE in config:
+        scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
+        found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
+        return [Issue("error", name, text, ggml_names.ENGINE) for name, text in found]
+    if form is not None and form.format == mlx.FORMAT:
+        forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
+        return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
+    name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
+    if name not in requirements.REQUIRED:
+        return [Issue("warning", "model", f"what loaders require of {name} is not known here")]
+    tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
+    findings = requirements.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
+    return [_issue(one) for one in (*findings, *_exclusions(model, name, form))]
+
+
+def _issue(found: Finding) -> Issue:
+    return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
+
+
+def _form(weights: Iterable[Weight]) -> Container | None:
+    """The container of most layers, of those that loaders know if there are any; None without a quantized layer."""
+    counts = Counter(weight.container for weight in weights if weight.container is not None)
+    known = {form: count for form, count in counts.items() if form.format} or counts
+    return max(known, key=lambda form: known[form], default=None)
+
+
+def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+    """What loaders/ calls the form; whether NVFP4 has scales of activations is as declared, else as most layers have it."""
+    declared = config.get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
+        return DEEPSEEK_V4_NVFP4.name
+    algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
+    if algo in ("NVFP4", "W4A16_NVFP4"):
+        return container_id(form, algo == "NVFP4")
+    have = [INPUT_SCALE in weight.parts for weight in weights if weight.container is form]
+    return container_id(form, 2 * sum(have) > len(have))
+
+
+def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
+    """Yield what engines get wrong by the exclusion list."""
+    declared = (model.config or {}).get("quantization_config")
+    syntax = CONTAINERS[name].syntax
+    if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
+        return
+    try:
+        patterns = exclusions.listed(syntax, declared)
+    except ValueError as error:
+        patterns = ()
+        for reader in READERS[name]:
+            yield finding(reader.engine, "error", "config.json", str(error))
+    yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers))
+
+
+def _unquantized(model: Checkpoint, form: Container) -> list[str]:
+    """Linear layers and stacks of experts that are plain numbers, which engines ask the exclusion list about."""
+    facts = model_facts(model.config or {})
+    parts = part_names(model.layers.values())
+    found = []
+    for name, (_, entry) in model.tensors.items():
+        weight = model.weights.get(name)
+        if name not in parts and weight is None:
+            found.append(candidate(name, entry.dtype, entry.shape, facts))
+        elif name not in parts and weight is not None:
+            found.append(Candidate(name, weight.name, weight.dtype, weight.shape, facts))
+    decisions = decide(found, Wishes(), form.row_multiple)
+    return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
+
+
+def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
+    """Return issues that say the same once, their counts added up, with all of their subjects."""
+    found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
+    for issue in issues:
+        found[issue.severity, issue.loader, issue.text].append(issue)
+    sums = (replace(alike[0], count=sum(issue.count for issue in alike)) for alike in found.values())
+    return [(issue, [one.subject for one in alike]) for issue, alike in zip(sums, found.values(), strict=True)]

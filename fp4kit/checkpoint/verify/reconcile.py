@@ -1,0 +1,234 @@
+"""Repair a checkpoint whose fused layers disagree: parts that loaders take for one layer get one tensor scale.
+
+vLLM loads q, k, v, or gate and up, as one layer with one tensor scale and does not rescale the others. With s the tensor scales
+of a group's parts, which multiply on decode: t = max(s), and a part's block scales become E4M3(block_scale * (s / t)), each step
+rn, the first two in float32. Codes stay. A part with s = t keeps its codes and block scales. All store the number of the part
+that has t, in its bits. Values are exact where s / t is a power of two and no block scale becomes subnormal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit import __version__
+from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.convert.journal import source_facts
+from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
+from fp4kit.checkpoint.model import side_files
+from fp4kit.checkpoint.model.decode import codes_of, decode, row_chunks
+from fp4kit.checkpoint.model.manifest import MANIFEST, digest_of, manifest_of, names_in
+from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, existing_file, open_source
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
+from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.model.weights import Weight, weights_of
+from fp4kit.checkpoint.plan.gguf import is_gguf_config
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import dump_object
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+from fp4kit.storage.whole_file import write_file
+from fp4kit.storage.writer import SafetensorsWriter
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """One layer that gets another tensor scale: the old and the new one, which multiply; its block scales; what it costs.
+
+    sqnr_db: of the new values against the old ones; inf where none changed. underflow: block scales that were not zero and are.
+    """
+
+    name: str
+    group: str
+    before: float
+    after: float
+    block_scales: int
+    changed: int
+    underflow: int
+    sqnr_db: float
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """What a reconciliation found and did. groups: of fused layers; repairs: of the layers that changed."""
+
+    groups: int
+    repairs: tuple[Repair, ...]
+    destination: Path | None
+
+
+def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
+    """Group -> layer -> its weight, of the fused layers whose parts do not agree.
+
+    What counts is the number that is stored: divisors that differ may have one reciprocal, and engines compare the divisors.
+    """
+    layers = {weight.name: weight for weight in _layers(source).values()}
+    found: dict[str, dict[str, Weight]] = {}
+    for name, group in fused_layers.shared_amax_groups(layers).items():
+        found.setdefault(group, {})[name] = layers[name]
+    return {group: parts for group, parts in found.items() if len({_stored(part, readers) for part in parts.values()}) > 1}
+
+
+def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
+    """The bits of the tensor scale as it is stored, and whether it divides."""
+    assert weight.container is not None
+    return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
+
+
+def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
+    """The part whose tensor scale is the largest: of equal ones that divide, the one of the smallest divisor."""
+
+    def scale(part: Weight) -> tuple[float, float]:
+        found = tensor_scale_of(readers, part)
+        assert found is not None
+        return float(found), -float(scalar_of(readers, part, TENSOR_SCALE))
+
+    return max(parts.values(), key=scale)
+
+
+def _layers(source: Source) -> dict[str, Weight]:
+    """Tensor -> layer, of the single layers that have a tensor scale."""
+    weights = weights_of(source.tensors, source.config)
+    return {
+        name: weight for name, weight in weights.items()
+        if weight.container is not None and weight.container.has_tensor_scale and len(weight.shape) == 2
+        and weight.container.tensor_scale_unit == 1
+    }  # fmt: skip
+
+
+def reconcile(source: str | Path, destination: str | Path | None, progress: Progress | None = None) -> Reconciliation:
+    """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
+
+    source: a model directory of Model-Optimizer's or compressed-tensors' NVFP4. destination: a new directory; None only reports,
+        and writes nothing. progress: called with bytes of tensors that were written.
+    Everything but the scales of layers that disagree is copied byte for byte, configs and index too.
+    Raises CheckpointError for a checkpoint without tensor scales, for one where a scale is no positive normal float32, and what
+    convert raises of a destination.
+    """
+    model = open_source(Path(source))
+    if is_gguf_config(model.config):
+        raise CheckpointError(f"{source}: a GGUF file, whose layers llama.cpp does not fuse; there is nothing to reconcile")
+    layers = _layers(model)
+    if not layers:
+        raise CheckpointError(f"{source}: no layer of it has a tensor scale; only NVFP4 checkpoints can disagree")
+    with Readers() as readers:
+        wrong = disagreements(model, readers)
+        repaired = {
+            name: _Repaired(part, group, _largest(parts, readers), readers)
+            for group, parts in wrong.items()
+            for name, part in parts.items()
+        }
+        groups = len(set(fused_layers.shared_amax_groups(weight.name for weight in layers.values()).values()))
+        changed = {name: one for name, one in repaired.items() if one.stored != one.was}
+        target = None if destination is None else Path(destination)
+        if target is not None and changed:
+            _write(model, changed, target, readers, progress or (lambda count: None))
+        repairs = tuple(one.report(readers) for one in changed.values())
+    return Reconciliation(groups, repairs, target if changed else None)
+
+
+class _Repaired:
+    """A layer and its new scales, which are in memory: a sixteenth of its codes' elements."""
+
+    def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
+        scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
+        assert scale is not None and shared is not None and weight.container is not None and largest.container is not None
+        if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
+            name = shown(weight.name)
+            raise CheckpointError(f"{name}: tensor scale {scale} is not a positive normal float32; convert the model again")
+        self.weight, self.group, self.shared, self.scale = weight, group, shared, scale
+        self.form: Container = weight.container
+        self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
+        self.new = _rescaled(self.form, self.old, scale, shared)
+        self.was = scalar_of(readers, weight, TENSOR_SCALE)
+        self.stored = scalar_of(readers, largest, TENSOR_SCALE)  # in its bits: a reciprocal of its reciprocal may be another
+        if largest.container.direction != self.form.direction:
+            self.stored = np.float32(1) / shared if self.form.divides else shared
+
+    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
+        """The tensors that change."""
+        yield self.weight.parts[SCALES].entry.name, self.new
+        yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
+
+    def report(self, readers: Readers) -> Repair:
+        """What it costs: decoded before and after, a few rows at a time."""
+        assert self.form.scale is not None
+        rows, columns = self.weight.shape
+        width = columns * self.form.element.bits // 8
+        signal = noise = 0.0
+        for part in row_chunks(rows, columns):
+            raw = readers.bytes(self.weight.parts[CODES], part.start * width, (part.stop - part.start) * width)
+            codes = codes_of(self.form, raw.reshape(-1, width))
+            before = decode(self.form, codes, self.old[part], self.scale).astype(np.float64)
+            after = decode(self.form, codes, self.new[part], self.shared)
+            signal += float(np.sum(before**2))
+            noise += float(np.sum((before - after) ** 2))
+        magnitudes = ~np.uint8(self.form.scale.sign_bit)
+        lost = int(np.count_nonzero((self.old & magnitudes != 0) & (self.new & magnitudes == 0)))
+        changed = int(np.count_nonzero(self.old != self.new))
+        scales = float(self.scale), float(self.shared)
+        return Repair(self.weight.name, self.group, *scales, self.old.size, changed, lost, sqnr_db(signal, noise))
+
+
+@ieee("reconcile")
+def _rescaled(form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32) -> npt.NDArray[np.uint8]:
+    """E4M3(block_scale * (scale / shared)) of scale <= shared: nothing overflows, NaN stays."""
+    assert form.scale is not None
+    found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
+    return found
+
+
+def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
+    """Write all files: the old bytes but for those tensors."""
+    beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX})
+    own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
+    configs = {name: existing_file(model.root, name) for name in own}
+    staging.check_destination(model.root, target)
+    staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
+    new = {name: array for one in changed.values() for name, array in one.tensors()}
+    with staging.staged_directory(target) as stage:
+        for file in model.files:
+            _write_file(file, stage.folder, new, readers, tick)
+        for extra in beside.copied:
+            if extra.name != MANIFEST:
+                staging.copy_file(extra.path, stage.folder / extra.name)
+        for name, path in configs.items():
+            staging.copy_file(path, stage.folder / name)
+        paths = {name: stage.folder / name for name in names_in(stage.folder)}
+        digests = {name: digest_of(path) for name, path in paths.items()}
+        facts: dict[str, Any] = {"version": __version__, "reconciled": sorted(changed), "source": source_facts(model)}
+        write_file(stage.folder / MANIFEST, dump_object(manifest_of(digests, facts)))
+
+
+@dataclass(frozen=True)
+class _Spec:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def _write_file(file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress) -> None:
+    specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
+    with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
+        for entry in file.entries:
+            for chunk in _chunks(file, entry, new, readers):
+                writer.write(entry.name, chunk)
+                tick(chunk.nbytes)
+        writer.finish()
+
+
+def _chunks(file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers) -> Iterator[np.ndarray]:
+    if entry.name in new:
+        yield new[entry.name]
+    else:
+        yield from readers.of(file).chunks(entry)

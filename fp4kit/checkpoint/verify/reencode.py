@@ -1,0 +1,272 @@
+"""A checkpoint beside its source: which layer was made of what, and every layer made anew and compared, byte by byte.
+
+What is made is what a conversion makes (jobs.produce); the bytes go into a comparison with the file instead of into a file. The
+amax of a group that shares a tensor scale is measured in the source. Nothing larger than a slab is in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.convert import run_job
+from fp4kit.checkpoint.identify.match_layers import Origin, origins
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.slabs import Readers, slabs
+from fp4kit.checkpoint.model.statistics import Tally, tally, total
+from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
+from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.run.executors import run_all
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError
+
+_MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
+
+
+def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
+    """(Layer, expert) -> where it comes from, of the weights of a checkpoint; one of another shape is none."""
+    stored = list(stored)
+    whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
+    forms = {weight.container for weight in stored if weight.container is not None}
+    by_form = {form: origins(original, form) for form in forms}
+    found: dict[tuple[str, int], Origin] = {}
+    for weight in stored:
+        same = whole.get(weight.name)
+        for e in range(weight.experts):
+            origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
+            if same is not None and same.shape == weight.shape:
+                origin = Origin(same, e, (0, same.shape[-2]))
+            if origin is not None and origin.shape == weight.shape[-2:]:
+                found[weight.name, e] = origin
+    return found
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the checkpoint was made. recipe: None where nothing says it. input_scale: written for every layer; None: not known.
+
+    nonfinite: "keep" or "saturate"; None: not known, so that a layer may be either.
+    search: of block scales; weighted: whether it had column weights, which search has only where they are given.
+    """
+
+    recipe: Recipe | None = None
+    input_scale: float | None = None
+    nonfinite: str | None = None
+    devices: tuple[int | None, ...] = (None,)
+    search: ScaleSearch | None = None
+    weighted: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """One matrix to look at. origin: None without a source. job: what makes it anew, None if nothing does. why: no job.
+
+    may_saturate: NaN and infinities of the source may have been replaced; the job keeps them.
+    """
+
+    stored: Weight
+    expert: int
+    origin: Origin | None = None
+    job: Job | None = None
+    why: str = ""
+    may_saturate: bool = False
+
+    @property
+    def key(self) -> str:
+        """Names it."""
+        return f"{self.stored.name}#{self.expert}"
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether its group is measured first."""
+        job = self.job
+        if job is None or not job.is_measured or job.action == DEQUANTIZE:
+            return False
+        assert job.recipe is not None
+        return job.action not in _MADE_FROM_VALUES or job.recipe.tensor_scaling != "none" or job.nonfinite == "saturate"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its source, or of itself, once."""
+        if self.origin is None:
+            return self.stored.nbytes // self.stored.experts
+        source = self.origin.weight
+        return source.nbytes * self.origin.shape[0] // (source.experts * source.shape[-2])
+
+    @property
+    def nbytes_read(self) -> int:
+        """Bytes of its source that are read: it is measured, made anew, and looked at."""
+        return self.nbytes * (1 + self.needs_amax)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of a check. compared, differing: part -> bytes. action: as it was made anew, "" if it was not; error: why not."""
+
+    check: Check
+    tally: Tally
+    action: str = ""
+    compared: Mapping[str, int] = field(default_factory=dict)
+    differing: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
+    """The checks of quantized weights, and of those that were decoded from a quantized source."""
+    stored = list(stored)
+    groups = _groups(stored)
+    number = 0
+    for weight in stored:
+        for e in range(weight.experts):
+            origin = found.get((weight.name, e))
+            if origin is None or (weight.container is None and origin.weight.container is None):
+                if weight.container is not None:
+                    yield Check(weight, e)
+                continue
+            device = settings.devices[number % len(settings.devices)]
+            number += 1
+            job, why = _job(weight, e, origin, groups.get(weight.name, weight.name), settings, device)
+            yield Check(weight, e, origin, job, why, settings.nonfinite is None)
+
+
+def _groups(stored: Iterable[Weight]) -> dict[str, str]:
+    """Module -> group of those that share a tensor scale."""
+    return fused_layers.shared_amax_groups([w.name for w in stored if w.container is not None and w.container.has_tensor_scale])
+
+
+def _job(
+    stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
+) -> tuple[Job | None, str]:
+    """What makes a matrix anew, or why nothing can."""
+    form, recipe = stored.container, settings.recipe
+    if form is not None and form.stack == "columns":
+        return None, f"{form} is only read"
+    action = action_of(origin.weight.container, form)
+    if action not in (RENAME, DEQUANTIZE):
+        if recipe is None:
+            return None, "no recipe is recorded; say --recipe"
+        if form is None or not form.stores(recipe):
+            return None, f"{recipe.id} has no place in {form}; say --recipe"
+        if settings.weighted and (settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None):
+            return None, "their scales were searched under column weights; give these with --column-weights"
+    search = settings.search
+    searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
+    nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
+    targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
+    return Job(
+        f"{stored.name}#{expert}", action, origin.weight, targets, origin.expert, origin.span, f"{group}#{expert}", recipe, form,
+        settings.input_scale, nonfinite, stored.transposed, device, *searched,
+    ), ""  # fmt: skip
+
+
+def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
+    """Where the bytes of one matrix begin in each part; an input scale only where it is known what it was to be."""
+    found = []
+    for part, place in weight.parts.items():
+        if part != INPUT_SCALE or has_input_scale:
+            count = place.entry.nbytes // weight.experts
+            found.append(Target(part, place.file.path, expert * count, count, place.entry.dtype))
+    return tuple(found)
+
+
+class _Comparison:
+    """Takes the bytes of a matrix, part by part in order, and counts those that the file has otherwise."""
+
+    def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
+        self._readers, self._weight = readers, weight
+        self._targets = {target.part: target for target in targets}
+        self.compared = dict.fromkeys(self._targets, 0)
+        self.differing = dict.fromkeys(self._targets, 0)
+
+    def has(self, part: str) -> bool:
+        """Whether a part is compared."""
+        return part in self._targets
+
+    def put(self, part: str, array: Any) -> None:
+        """Compare the next bytes of a part."""
+        made: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target, done = self._targets[part], self.compared[part]
+        if done + made.size > target.nbytes:
+            raise CheckpointError(f"{part}: more bytes than the {target.nbytes} that are stored")
+        stored = self._readers.bytes(self._weight.parts[part], target.position + done, made.size)
+        self.differing[part] += int(np.count_nonzero(stored != made))
+        self.compared[part] += made.size
+
+
+def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[Checked]:
+    """Measure the groups, then look at everything; results as they come. tick: called with bytes that add up to nbytes_read."""
+    members: dict[str, list[Measured]] = defaultdict(list)
+    wanted = {check.key: check for check in checks if check.needs_amax}
+    for one in run_all(executor, deque((run_job.measure, (check.job,)) for check in wanted.values())):
+        tick(wanted[one.key].nbytes)
+        job = wanted[one.key].job
+        assert job is not None
+        members[job.group].append(one)
+    shared = {group: run_job.join_group(found) for group, found in members.items()}
+    calls = deque((look, (check, shared.get(check.job.group) if check.job is not None else None)) for check in checks)
+    for found in run_all(executor, calls):
+        tick(found.check.nbytes)
+        yield found
+
+
+def look(check: Check, shared: Measured | None) -> Checked:
+    """Make one matrix anew, compare it, and count its values."""
+    with Readers() as readers:
+        found = _tally(check, readers) if check.stored.container is not None else Tally()
+        if check.job is None:
+            return Checked(check, found)
+        kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
+        if not (check.may_saturate and check.job.action in _MADE_FROM_VALUES and (kept.error or any(kept.differing.values()))):
+            return kept
+        measured = shared or run_job.measure(check.job)
+        if not measured.nonfinite:
+            return kept
+        again = _compared(check, replace(check.job, nonfinite="saturate"), measured, found, readers)
+        return kept if again.error or any(again.differing.values()) else again
+
+
+def _compared(check: Check, job: Job, shared: Measured, found: Tally, readers: Readers) -> Checked:
+    """Make one matrix anew, and compare it."""
+    comparison = _Comparison(readers, check.stored, job.targets)
+    try:
+        made = run_job.produce(job, shared, readers, comparison)
+    except CheckpointError as error:
+        return Checked(check, found, error=str(error))
+    return Checked(check, found, made.action, comparison.compared, comparison.differing)
+
+
+def _tally(check: Check, readers: Readers) -> Tally:
+    """Count the values of a matrix, against its source where there is one."""
+    form, origin = check.stored.container, check.origin
+    assert form is not None
+    height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
+    found = []
+    for slab in slabs(readers, check.stored, check.expert, None, height):
+        assert slab.codes is not None and slab.scales is not None
+        x = None if origin is None else _rows(origin, slab.start, len(slab.codes)).values(readers)
+        found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x))
+    return total(found)
+
+
+def _rows(origin: Origin, start: int, count: int) -> Origin:
+    first = origin.span[0] + start
+    return replace(origin, span=(first, first + count))
+
+
+def differing_bytes(stored: Located, source: Located) -> int:
+    """How many bytes of a copied tensor are not those of its source."""
+    found = 0
+    with Readers() as readers:
+        for start in range(0, stored.entry.nbytes, run_job.PIECE):
+            count = min(run_job.PIECE, stored.entry.nbytes - start)
+            found += int(np.count_nonzero(readers.bytes(stored, start, count) != readers.bytes(source, start, count)))
+    return found

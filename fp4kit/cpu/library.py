@@ -1,0 +1,278 @@
+"""The compiled library: which one is loaded, its functions, and the number of threads that they take."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fp4kit.arguments import as_index
+from fp4kit.call.parse import Declined
+from fp4kit.cpu.source_digest import digest
+from fp4kit.reference.arith import reciprocal_table
+
+ELEMENTS_PER_THREAD = 1 << 16  # another thread is worth its waking from here on
+QUICK = 4  # times as many of those that take so much less time: of amaxes, and of codes that are looked up
+ELEMENTS_PER_CALL = 1 << 26  # of one call of the library, some tens of milliseconds: between two, Python hears of Ctrl-C
+_threads: ContextVar[int | None] = ContextVar("threads", default=None)
+_default: list[int] = []
+_warned: list[str] = []
+
+
+_SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
+
+
+class Source(ctypes.Structure):
+    """A matrix anywhere in memory; steps are in elements."""
+
+    _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
+
+
+class EncodeCall(ctypes.Structure):
+    """Of fp4kit_encode; see source/encoder.h."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("encode", "decode", "amax")),
+        ("tensor_step", c_int64),
+        *((name, c_void_p) for name in ("block_amax", "factors")),
+        ("block_step", c_int64),
+        *((name, c_float) for name in ("least", "most")),
+        ("random", c_void_p),
+        ("random_step", c_int64),
+        ("seed", POINTER(c_uint64)),
+        *((name, c_int64) for name in ("first", "stride")),
+        *((name, c_void_p) for name in ("packed", "scales")),
+        *((name, c_int64) for name in ("packed_step", "scales_step")),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width")),
+        *((name, c_int32) for name in ("input", "rule", "element", "block", "block_rows", "threads")),
+    ]
+
+
+class AmaxCall(ctypes.Structure):
+    """Of fp4kit_amax."""
+
+    _fields_ = [
+        ("x", Source),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("out_step", "height", "width")),
+        *((name, c_int32) for name in ("input", "block", "block_rows", "threads")),
+    ]
+
+
+class DecodeCall(ctypes.Structure):
+    """Of fp4kit_decode; see source/decoder.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
+        *((name, c_int64) for name in ("row_step", "block_step")),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("rows", "columns", "packed_step", "scales_step", "out_step")),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width", "tables_from")),
+        *((name, c_int32) for name in ("decoder", "kind", "block", "threads")),
+    ]
+
+
+class SearchCall(ctypes.Structure):
+    """Of fp4kit_search; see source/search.h."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("amaxes", "scales", "reciprocals", "weights", "hessian", "out")),
+        ("out_step", c_int64),
+        ("unproven", c_void_p),
+        *((name, c_int64) for name in ("height", "width", "lower", "upper")),
+        ("power", c_double),
+        ("tensor_amax", c_float),
+        *((name, c_int32) for name in ("input", "rule", "block_rows", "bounded", "threads")),
+    ]
+
+
+class MultiplesCall(ctypes.Structure):
+    """Of fp4kit_search_multiples; see source/multiples.h."""
+
+    _fields_ = [
+        ("x", Source),
+        *((name, c_void_p) for name in ("encode", "decode", "amax", "factors")),
+        *((name, c_int64) for name in ("tensor_step", "count")),
+        ("out", c_void_p),
+        ("out_step", c_int64),
+        ("unusual", c_void_p),
+        *((name, c_int64) for name in ("height", "width")),
+        *((name, c_int32) for name in ("input", "rule", "element", "decoder", "block", "by_code", "threads")),
+    ]
+
+
+LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
+
+
+class Library(NamedTuple):
+    """The functions of a library, its level, and why no higher level is used ("" for the processor's own).
+
+    Without a library, `functions` is None and `level` says why.
+    """
+
+    functions: Any
+    level: str
+    why: str = ""
+
+
+def _open(level: str) -> Any:
+    """Open the library of a level. Raises OSError if there is none."""
+    found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
+    if not found:
+        where = "where there is a C++ compiler" if level == "base" else "on this machine, or with FP4KIT_CPU_LEVELS=all"
+        raise OSError(f"it is not compiled here; install fp4kit {where}")
+    functions = ctypes.CDLL(str(found[0]))
+    functions.fp4kit_digest.restype = functions.fp4kit_level.restype = c_char_p
+    return functions
+
+
+def _load(level: str) -> Any:
+    """Return the library of a level. Raises OSError if there is none, or if it was compiled from other sources."""
+    functions = _open(level)
+    if functions.fp4kit_digest().decode() != digest():
+        raise OSError("it was compiled from other sources; install fp4kit again")
+    for name, result, arguments in (
+        ("rule", c_int, [c_char_p]), ("element", c_int, [c_char_p]),
+        ("tensor", c_int, [c_char_p]),
+        ("set_reciprocals", None, [c_void_p]), ("encode", None, [POINTER(EncodeCall)]),
+        ("amax", c_uint32, [POINTER(AmaxCall)]), ("decoder", c_int, [c_char_p]),
+        ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
+        ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 3, c_int32, c_int32]),
+        ("decode", None, [POINTER(DecodeCall)]),
+        ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
+        ("search", None, [POINTER(SearchCall)]), ("search_multiples", None, [POINTER(MultiplesCall)]),
+        ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
+    ):  # fmt: skip
+        function = getattr(functions, f"fp4kit_{name}")
+        function.restype, function.argtypes = result, arguments
+    return functions
+
+
+@cache
+def library() -> Library:
+    """Return the best library for this processor.
+
+    Warns, once per process, if a higher level is missing, or if arrays are there and none can be used.
+    """
+    try:
+        best = _open("base").fp4kit_level().decode()  # a stale library knows the processor, too
+    except (OSError, AttributeError) as error:
+        return Library(None, str(error))
+    functions, missing = None, []
+    for level in reversed(LEVELS[: LEVELS.index(best) + 1]):
+        try:
+            functions = _load(level)
+            break
+        except (OSError, AttributeError) as error:
+            missing.append((level, str(error)))
+    if functions is None:
+        found = Library(None, missing[-1][1])
+        _warn_once(f"fp4kit computes by its specification in NumPy, which is 20 to 100 times slower: {found.level}")
+        return found
+    functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
+    found = Library(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
+    if found.why:
+        _warn_once(f"fp4kit computes by its engine for {level} processors, which is slower than this one's: {found.why}")
+    return found
+
+
+def _warn_once(text: str) -> None:
+    if not _warned:
+        _warned.append(text)  # first, since a filter may raise the warning
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def functions() -> Any:
+    """The library's functions. Raises Declined where there is no library."""
+    found = library()
+    if found.functions is None:
+        raise Declined(f"the compiled engine is not there: {found.level}")
+    return found.functions
+
+
+def set_num_threads(count: int) -> None:
+    """The threads that a call of the host's engine takes at most, in this process from now on; 1 for the calling one alone.
+
+    By default as many as the process may run on, or OMP_NUM_THREADS where that is set, as joblib and dask do in their workers.
+    Two calls at a time do not share them: the second one does its work alone.
+
+    >>> import fp4kit
+    >>> before = fp4kit.num_threads()
+    >>> fp4kit.set_num_threads(1)
+    >>> fp4kit.num_threads()
+    1
+    >>> fp4kit.set_num_threads(before)
+    """
+    _default[:] = [_checked("set_num_threads", count)]
+
+
+def _checked(op: str, count: Any) -> int:
+    number = as_index(op, "threads", count)
+    if number < 1:
+        raise ValueError(f"{op}: threads is {number}; needs 1 or more")
+    return number
+
+
+def num_threads() -> int:
+    """The threads that a call of the host's engine takes at most, here and now.
+
+    >>> import fp4kit
+    >>> with fp4kit.threads(3):
+    ...     fp4kit.num_threads()
+    3
+    """
+    within = _threads.get()
+    if within is not None:
+        return within
+    if not _default:
+        _default[:] = [_default_threads()]
+    return _default[0]
+
+
+def _default_threads() -> int:
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def threads(count: int) -> AbstractContextManager[None]:
+    """Context manager: calls inside take so many threads at most: of this thread, or of this task, alone.
+
+    >>> import fp4kit, numpy as np
+    >>> with fp4kit.threads(1):
+    ...     q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4")
+    """
+    return taking("threads", count)
+
+
+@contextmanager
+def taking(op: str, count: int) -> Iterator[None]:
+    """threads(count), whose errors begin with op."""
+    token = _threads.set(_checked(op, count))
+    try:
+        yield
+    finally:
+        _threads.reset(token)
+
+
+def alone() -> None:
+    """Calls of this thread take no other ones from now on: it is one of many that a program has of its own."""
+    _threads.set(1)
+
+
+def threads_for(elements: int, is_quick: bool = False) -> int:
+    """Threads of a call on so many elements; is_quick: each takes little time."""
+    return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK if is_quick else 1))))

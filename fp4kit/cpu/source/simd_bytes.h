@@ -1,0 +1,190 @@
+// Sixteen bytes at a time: look-up in a table of as many, the interleaving of two, and the larger elements of two; small matrices
+// transposed by it. Elements and codes of which two are a lane.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda_compat.h"
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__x86_64__)
+#include <tmmintrin.h>  // takes a tenth of the time of immintrin.h
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+// Sixteen bytes, and the look-up of sixteen in a table of as many.
+#if defined(__SSSE3__)
+#define FP4KIT_HAS_LOOK_UP 1
+using Bytes = __m128i;
+static __forceinline__ Bytes load(const u8* from) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)); }
+static __forceinline__ void store(u8* to, Bytes x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), x); }
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return _mm_shuffle_epi8(table, index); }
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return _mm_unpacklo_epi8(a, b); }
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return _mm_unpackhi_epi8(a, b); }
+static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) { return _mm_unpacklo_epi16(a, b); }
+static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) { return _mm_unpackhi_epi16(a, b); }
+static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) { return _mm_unpacklo_epi32(a, b); }
+static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) { return _mm_unpackhi_epi32(a, b); }
+// Sixteen nibbles of eight bytes, the low one of each first.
+static __forceinline__ Bytes nibbles(const u8* from) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
+  return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
+}
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+#define FP4KIT_HAS_LOOK_UP 1
+using Bytes = uint8x16_t;
+static __forceinline__ Bytes load(const u8* from) { return vld1q_u8(from); }
+static __forceinline__ void store(u8* to, Bytes x) { vst1q_u8(to, x); }
+static __forceinline__ Bytes look_up(Bytes table, Bytes index) { return vqtbl1q_u8(table, index); }
+static __forceinline__ Bytes zip_low(Bytes a, Bytes b) { return vzip1q_u8(a, b); }
+static __forceinline__ Bytes zip_high(Bytes a, Bytes b) { return vzip2q_u8(a, b); }
+static __forceinline__ Bytes pairs(uint16x8_t x) { return vreinterpretq_u8_u16(x); }
+static __forceinline__ Bytes zip_pairs_low(Bytes a, Bytes b) {
+  return pairs(vzip1q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static __forceinline__ Bytes zip_pairs_high(Bytes a, Bytes b) {
+  return pairs(vzip2q_u16(vreinterpretq_u16_u8(a), vreinterpretq_u16_u8(b)));
+}
+static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u32(vzip1q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
+  return vreinterpretq_u8_u32(vzip2q_u32(vreinterpretq_u32_u8(a), vreinterpretq_u32_u8(b)));
+}
+static __forceinline__ Bytes nibbles(const u8* from) {
+  const uint8x8_t bytes = vld1_u8(from);
+  return vcombine_u8(vzip1_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)),
+                     vzip2_u8(vand_u8(bytes, vdup_n_u8(15)), vshr_n_u8(bytes, 4)));
+}
+#else
+#define FP4KIT_HAS_LOOK_UP 0
+#endif
+
+#if FP4KIT_HAS_LOOK_UP
+template <class Bits>
+static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b); }
+template <class Bits>
+static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) { return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b); }
+
+// Elements without their signs.
+template <class Bits>
+static __forceinline__ Bytes magnitudes_at(const Bits* from) {
+  typedef Bits Lanes __attribute__((vector_size(16)));
+  Lanes x;
+  std::memcpy(&x, from, sizeof x);
+  return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
+}
+
+// The larger ones of elements without signs.
+template <class Bits>
+static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
+  typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // of which all processors have the larger
+  const Lanes x = __builtin_bit_cast(Lanes, a), y = __builtin_bit_cast(Lanes, b);
+  return __builtin_bit_cast(Bytes, x > y ? x : y);
+}
+#endif
+
+// Rows and columns of a square that transpose_square takes: rows of sixteen bytes.
+template <class Bits>
+constexpr int kSide = 16 / sizeof(Bits);
+
+// A square of elements of 2 or 4 bytes: element (i, j) at from[i * from_step + j] to to[j * to_step + i].
+template <class Bits>
+static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
+  constexpr int kRows = kSide<Bits>;
+#if FP4KIT_HAS_LOOK_UP
+  Bytes a[kRows], b[kRows];
+  for (int i = 0; i < kRows; ++i) a[i] = load(reinterpret_cast<const u8*>(from + i * from_step));
+  for (int round = 1; round < kRows; round *= 2) {  // row i and row i + half interleaved are rows 2 i and 2 i + 1
+    for (int i = 0; i < kRows / 2; ++i) {
+      const Bytes one = a[i], other = a[i + kRows / 2];
+      b[2 * i] = zip_elements_low<Bits>(one, other);
+      b[2 * i + 1] = zip_elements_high<Bits>(one, other);
+    }
+    for (int i = 0; i < kRows; ++i) a[i] = b[i];
+  }
+  for (int i = 0; i < kRows; ++i) store(reinterpret_cast<u8*>(to + i * to_step), a[i]);
+#else
+  for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kRows; ++j) to[j * to_step + i] = from[i * from_step + j];
+#endif
+}
+
+// Two neighbours in memory, each as an integer of 32 bits, of which those beyond an element's may be anything. spares_zeros: a negative zero
+// becomes zero.
+static __forceinline__ void load_two(const u32* from, u32& low, u32& high, bool spares_zeros) {
+  low = from[0], high = from[1];
+  if (spares_zeros) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
+}
+static __forceinline__ void load_two(const u16* from, u32& low, u32& high, bool spares_zeros) {
+  std::memcpy(&low, from, 4);
+  if (spares_zeros) low &= ((low & 0x7FFF7FFFu) + 0x7FFF7FFFu) | 0x7FFF7FFFu;  // a magnitude and 0x7FFF have a carry but where that is 0
+  high = low >> 16;
+}
+
+// The bits kLow of a, and kHigh of b; where one instruction selects them, others of b, too.
+template <u32 kLow, u32 kHigh>
+static __forceinline__ u32 bits_from(u32 a, u32 b) {
+#if defined(__AVX512F__)
+  return ((a ^ b) & kLow) ^ b;
+#else
+  return (a & kLow) | (b & kHigh);
+#endif
+}
+
+// Integers of 32 bits, which fit into a Narrow, as those: compilers take them one by one where it is not said. kCount: 16, or 64 for bytes.
+template <class Narrow, int kCount>
+static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
+#if defined(__AVX512BW__)
+  if constexpr (kCount == 64) {  // in fours of a lane, which are then brought together
+    const auto four = [=](int i) { return _mm512_loadu_si512(from + 16 * i); };
+    const __m512i bytes = _mm512_packus_epi16(_mm512_packus_epi32(four(0), four(1)), _mm512_packus_epi32(four(2), four(3)));
+    const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi32(places, bytes));
+  } else {
+    typedef u32 Wide __attribute__((vector_size(64)));
+    typedef Narrow Thin __attribute__((vector_size(16 * sizeof(Narrow))));
+    Wide wide;
+    std::memcpy(&wide, from, sizeof wide);
+    const Thin narrow = __builtin_convertvector(wide, Thin);
+    std::memcpy(to, &narrow, sizeof narrow);
+  }
+#elif defined(__AVX2__)
+  const auto* x = reinterpret_cast<const __m256i*>(from);
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_loadu_si256(x), _mm256_loadu_si256(x + 1)), 0xD8);
+  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
+  if (sizeof(Narrow) == 1) return store(to, _mm_packus_epi16(low, high));
+  store(to, low), store(to + 16, high);
+#elif defined(__SSE2__)
+  const auto* x = reinterpret_cast<const __m128i*>(from);
+  const auto word = [=](int i) { return _mm_srai_epi32(_mm_slli_epi32(_mm_loadu_si128(x + i), 16), 16); };  // packed with its sign
+  const __m128i low = _mm_packs_epi32(word(0), word(1)), high = _mm_packs_epi32(word(2), word(3));
+  auto* out = reinterpret_cast<__m128i*>(to);
+  if (sizeof(Narrow) == 1) return _mm_storeu_si128(out, _mm_packus_epi16(low, high));
+  _mm_storeu_si128(out, low), _mm_storeu_si128(out + 1, high);
+#else
+  Narrow narrow[16];
+  for (int i = 0; i < 16; ++i) narrow[i] = static_cast<Narrow>(from[i]);
+  std::memcpy(to, &narrow, sizeof narrow);
+#endif
+}
+
+// How many store_narrow takes best.
+#if defined(__AVX512BW__)
+template <class Narrow>
+constexpr int kNarrowed = sizeof(Narrow) == 1 ? 64 : 16;
+#else
+template <class Narrow>
+constexpr int kNarrowed = 16;
+#endif
+
+// Two codes a byte, the first in the low nibble.
+static void pack_codes(const u8* codes, i64 count, u8* out) {
+  for (i64 i = 0; i < count / 2; ++i) {
+    u16 pair;
+    std::memcpy(&pair, codes + 2 * i, 2);
+    out[i] = static_cast<u8>(pair | pair >> 4);
+  }
+}

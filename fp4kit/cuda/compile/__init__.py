@@ -1,0 +1,1 @@
+"""Compile kernels: NVRTC, the loader and its cache, template instantiation."""

@@ -1,0 +1,291 @@
+"""Calls on a GPU as call/call_cache.py keeps them: launched at once.
+
+Only calls that are one launch on one whole matrix are kept; all others go the full way each time. Arrays are CuPy's, or tensors
+of PyTorch: then their memory is PyTorch's, and launches go to its current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from fp4kit.arrays import imports
+from fp4kit.call.parse import Call
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, Memory, New, memory_of
+from fp4kit.cuda.engine.matrices import count, finding, work_of
+from fp4kit.cuda.launch import matrix
+from fp4kit.cuda.launch import swizzle as swizzle_launcher
+from fp4kit.cuda.launch import transpose as transpose_launcher
+from fp4kit.cuda.launch.dispatch import Arguments, Work
+from fp4kit.cuda.launch.dispatch import find as find_way
+from fp4kit.cuda.launch.geometry import Launch, aligned
+from fp4kit.cuda.launch.matrix import Matrix, is_whole, launch_by
+from fp4kit.quantized.container import PARTS, Quantized, assembled
+from fp4kit.quantized.part_shapes import wanted_parts
+
+_NEW_AMAX = New((), FLOAT32)
+
+
+class Result(NamedTuple):
+    """The Quantized that a call makes: its fields without arrays that are made, the names of these, and the amax beside them."""
+
+    fields: dict[str, Any]
+    names: tuple[str, ...]
+    wanted: tuple[New, ...]
+    amax: New | None
+
+    @classmethod
+    def of(cls, call: Call, axis: int) -> Result:
+        """Of a call, with blocks along an axis."""
+        shape, r = call.x.shape, call.recipe
+        _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
+        fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
+        covered = () if call.tensor_amax is None else call.tensor_amax.shape
+        wanted = {"packed": New(packed, UINT8)}
+        if scales is not None:
+            wanted["block_scale"] = New(scales, UINT8, zeros=call.layout != "linear")
+        if r.tensor_scaling != "none":
+            wanted["tensor_scale"] = New(covered, FLOAT32)
+        return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
+
+    def make(self, arrays: list[Any], amax: Any) -> Quantized:
+        """A new one of these arrays, or of as many of the first as it wants, and this amax."""
+        q = assembled(self.fields)
+        parts = q.__dict__
+        parts.update(zip(self.names, arrays))  # noqa: B905 - further ones are of the columns, or amaxes
+        parts["tensor_amax"] = amax
+        return q
+
+
+def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
+    """Whether an array is read where it is, on the current device, under at most one tensor scale."""
+    return _is_whole_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
+
+
+class Amax(NamedTuple):
+    """The amax that a call does not give: found by a launch of its own, or (None) by that of the codes."""
+
+    launch: Launch | None
+
+    def find(self, memory: Memory, x: int, amax: Any, stream: Any) -> None:
+        """Into amax, where a launch is needed."""
+        if self.launch is not None:
+            memory.clear(amax, stream)
+            self.launch(x, memory.address(amax), stream=stream)
+
+
+def _amax(call: Call, work: Work) -> Amax | None:
+    """Of a call; None where it gives the amax, or needs none."""
+    x, r = call.x, call.recipe
+    if r.tensor_scaling == "none" or call.tensor_amax is not None:
+        return None
+    if work.finds_amax:
+        return Amax(None)
+    return Amax(matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id))
+
+
+_OF_PARTS = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}  # a Quantized's, as kernels name them
+_GIVEN = ("tensor_amax", "")  # addresses that follow those of x and of new arrays; "": 0
+
+
+def _pick(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
+    """What takes the arguments of a kernel before the sizes from the addresses of x, of new arrays by name, and of _GIVEN."""
+    known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}  # an amax that is new, not a given one
+    return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
+
+
+def _names(result: Result | None, prefix: str = "") -> tuple[str, ...]:
+    """The arrays of a result, as kernels name them."""
+    return () if result is None else tuple(prefix + _OF_PARTS[name] for name in result.names)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeCall:
+    """quantize or quantize_both of one matrix, into out or new arrays: along rows, along columns, or both.
+
+    new: makes the arrays of row and column, and then their amaxes, in the other order: found, or a copy of the given one.
+    """
+
+    memory: Memory
+    amax: Amax | None
+    launch: Launch
+    pick: Callable[[list[int]], tuple[int, ...]]
+    row: Result | None
+    column: Result | None
+    new: Callable[[], list[Any]]
+
+    @classmethod
+    def of(
+        cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, row: Result | None, column: Result | None
+    ) -> QuantizeCall:
+        """By a launch, called with the addresses of these arguments."""
+        results = [result for result in (row, column) if result]
+        wanted, names = [new for result in results for new in result.wanted], [*_names(row), *_names(column, "column_")]
+        if results[0].amax is not None:
+            wanted += [results[0].amax] * len(results)
+            names += ["column_amax_out"] * (len(results) - 1) + ["amax_out" if amax is None else "tensor_amax"]
+        return cls(memory, amax, launch, _pick(arguments, names), row, column, memory.maker(wanted))
+
+    def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
+        memory = self.memory
+        address, stream = memory.address, memory.stream()
+        arrays = self.new() if out is None else self._of(out)
+        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
+        if self.amax is not None:
+            self.amax.find(memory, addresses[0], arrays[-1], stream)
+        self.launch(*self.pick(addresses), stream=stream)
+        return self._made(arrays) if out is None else out
+
+    def _of(self, out: Quantized) -> list[Any]:
+        """Arrays of out in the place of new ones; out is never of both."""
+        result: Any = self.row or self.column
+        return [getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))]
+
+    def _made(self, arrays: list[Any]) -> Any:
+        first, second = self.row, self.column
+        one: Any = second if first is None else first
+        amax, other = (None, None) if one.amax is None else arrays[:-3:-1]
+        if first is None or second is None:
+            return one.make(arrays, amax)
+        return first.make(arrays, amax), second.make(arrays[len(first.names) :], other)
+
+
+def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
+    """What repeats a call of nearest rounding, without Hadamard transform or block amaxes, on x as the caller gave it.
+
+    both: of quantize_both, by its call for the columns.
+    """
+    last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
+    work = work_of(call, columns=columns)
+    way = find_way(work) if columns or call.axis == last else None
+    if way is None or not _is_one_matrix(call.x, call.recipe, call.tensor_amax) or count(call, work, call.tensor_amax) != 1:
+        return None
+    work = finding(call, work, call.x)
+    found = launch_by(way, work, is_whole(Matrix(call.x), work), call.x.device.id)
+    row = Result.of(call, last) if both or not columns else None
+    column = Result.of(call, call.axis) if columns else None
+    return QuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, row, column)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeQuantizeCall:
+    """fake_quantize of one matrix; new: makes the values, and the amax where it is found."""
+
+    memory: Memory
+    amax: Amax | None
+    launch: Launch
+    pick: Callable[[list[int]], tuple[int, ...]]
+    new: Callable[[], list[Any]]
+
+    @classmethod
+    def of(cls, memory: Memory, amax: Amax | None, launch: Launch, arguments: Arguments, values: New) -> FakeQuantizeCall:
+        """By a launch, called with the addresses of these arguments."""
+        new = memory.maker([values] if amax is None else [values, _NEW_AMAX])
+        return cls(memory, amax, launch, _pick(arguments, ("values",) if amax is None else ("values", "tensor_amax")), new)
+
+    def __call__(self, x: Any, given: Any) -> Any:
+        memory, arrays = self.memory, self.new()
+        address, stream = memory.address, memory.stream()
+        addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
+        if self.amax is not None:
+            self.amax.find(memory, addresses[0], arrays[1], stream)
+        self.launch(*self.pick(addresses), stream=stream)
+        return arrays[0]
+
+
+def fake_quantize(call: Call, x: Any, values: Any) -> FakeQuantizeCall | None:
+    """What repeats a call of nearest rounding and without block amaxes on x as the caller gave it, whose result was `values`."""
+    work = work_of(call, values=True)
+    one = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
+    way = find_way(work)
+    if way is None or not one or count(call, work, call.tensor_amax) != 1:
+        return None
+    work = finding(call, work, call.x)
+    found = launch_by(way, work, is_whole(Matrix(call.x, values=values), work), call.x.device.id)
+    return FakeQuantizeCall.of(memory_of(x), _amax(call, work), found, way.arguments, New(call.x.shape, call.x.dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class DequantizeCall:
+    """dequantize of one matrix."""
+
+    memory: Memory
+    launch: Launch
+    new: Callable[[], list[Any]]
+
+    def __call__(self, q: Quantized, out: Any) -> Any:
+        address, stream = self.memory.address, self.memory.stream()
+        (values,) = self.new() if out is None else (out,)
+        scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
+        self.launch(
+            address(q.packed),
+            0 if scales is None else address(scales),
+            address(values),
+            0 if tensor_scale is None else address(tensor_scale),
+            0 if amax is None else address(amax),
+            stream=stream,
+        )
+        return values
+
+
+def dequantize(q: Quantized, like: Any, values: Any) -> DequantizeCall | None:
+    """The call that gave `values`, in its out or new; like: codes as the caller gave them."""
+    r = q.recipe
+    one = _is_one_matrix(values, r, q.tensor_scale) and q.axis == len(q.shape) - 1
+    joined = values.ndim <= 2 or q.scale_layout == "linear"
+    codes = [a for a in (q.packed, q.block_scale) if a is not None]
+    if not one or not joined or not all(a.flags.c_contiguous and aligned(a, 16) for a in (*codes, values)):
+        return None
+    shape = values.size // values.shape[-1], values.shape[-1]
+    found = matrix.dequantize_launch(r, q.scale_layout, q.dtype, values.dtype, shape, values.device.id)
+    memory = memory_of(like)
+    return DequantizeCall(memory, found, memory.maker([New(values.shape, values.dtype)]))
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCall:
+    """transpose or swizzle of a Quantized: other arrays, by their names, and fields that differ."""
+
+    memory: Memory
+    launch: Launch
+    names: tuple[str, ...]
+    new: Callable[[], list[Any]]
+    fields: dict[str, Any]
+
+    def __call__(self, q: Quantized) -> Quantized:
+        address, stream = self.memory.address, self.memory.stream()
+        made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
+        self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
+        return assembled({**old, **self.fields, **made})
+
+
+def transpose(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
+    """The call that gave `result`; like: codes as the caller gave them."""
+    if not _is_whole_here(q.packed, q.block_scale):
+        return None
+    *lead, M, K = q.moved_shape
+    arrays = (q.packed, q.block_scale, q.recipe, q.scale_layout, result.packed, result.block_scale)
+    found = transpose_launcher.launch_of(*arrays, (prod(lead), M, K))
+    memory = memory_of(like)
+    new = memory.maker([New(a.shape, UINT8) for a in (result.packed, result.block_scale)])
+    return MoveCall(memory, found, ("packed", "block_scale"), new, {"axis": result.axis})
+
+
+def swizzle(q: Quantized, like: Any, result: Quantized) -> MoveCall | None:
+    """The same of a change of the scales' layout."""
+    if not _is_whole_here(q.block_scale) or q.scale_layout == result.scale_layout:
+        return None
+    *lead, R, C = q.scale_shape
+    found = swizzle_launcher.launch_of(q.block_scale, q.scale_layout, result.block_scale, result.scale_layout, (prod(lead), R, C))
+    memory = memory_of(like)
+    new = memory.maker([New(result.block_scale.shape, UINT8)])
+    return MoveCall(memory, found, ("block_scale",), new, {"scale_layout": result.scale_layout})
+
+
+def _is_whole_here(*arrays: Any) -> bool:
+    """Whether arrays are read where they are, on the current device."""
+    device = imports.cupy().cuda.runtime.getDevice()
+    return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

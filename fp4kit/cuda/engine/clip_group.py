@@ -1,0 +1,58 @@
+"""Gradients of a group of CuPy arrays, clipped in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.call.parse import Call
+from fp4kit.cuda.engine.amax import covered_by_scales
+from fp4kit.cuda.engine.group import amax_launches, clear, cut, launch_all, readable
+from fp4kit.cuda.launch import grouped
+from fp4kit.cuda.launch.grouped import Clip, Launch
+
+
+class ClipGroup:
+    """N calls with gradients, and amaxes (None: computed), and the launches that clip the gradients into outs."""
+
+    def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:
+        cupy = imports.cupy()
+        self._copies: list[tuple[Any, Any]] = []
+        self._device = cupy.cuda.Device(calls[0].x.device.id)
+        full = [(call, amax) for call, amax in zip(calls, amaxes, strict=True) if call.x.size]
+        with self._device:
+            xs = [readable(call.moved, self._copies) for call, _ in full]
+            grads = [readable(np.moveaxis(call.grad, call.axis, -1), self._copies) for call, _ in full]
+            outs = [cupy.empty(g.shape, g.dtype) for g in grads]
+            limits = self._limits(full, xs)
+            self._launches += clip_launches([Clip(*arrays) for arrays in zip(grads, xs, limits, outs, strict=True)])
+            clipped = iter([cupy.moveaxis(out, -1, call.axis) for (call, _), out in zip(full, outs, strict=True)])
+        self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
+
+    def _limits(self, full: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
+        """The amaxes, contiguous; those that are not given in parts of one vector, with the launches that compute them."""
+        given = [None if amax is None else readable(amax, self._copies) for _, amax in full]
+        places = [i for i, amax in enumerate(given) if amax is None]
+        rows = [covered_by_scales(xs[i], full[i][0].recipe) for i in places]
+        shapes = [(x.shape[0] if by_row else 1,) for x, _, by_row in rows]
+        self._vector = imports.cupy().zeros(sum(shape[0] for shape in shapes), np.float32)
+        for i, amax in zip(places, cut(self._vector, shapes), strict=True):
+            given[i] = amax
+        self._launches: list[Launch] = amax_launches([*zip(rows, shapes, strict=True)], [given[i] for i in places])
+        return given
+
+    def clip(self) -> list[Any]:
+        """Write the clipped gradients; those of arrays without elements are the gradients themselves."""
+        with self._device:
+            clear(self._vector)
+            launch_all(self._copies, self._launches)
+        return list(self.outs)
+
+
+def clip_launches(clips: Sequence[Clip]) -> list[Launch]:
+    """A launch for each pair of dtypes, of arrays and of gradients."""
+    kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
+    return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

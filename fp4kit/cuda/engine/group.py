@@ -1,0 +1,234 @@
+"""Groups of CuPy arrays: what is made of N arrays in one launch, prepared once and launched as often as needed.
+
+A launch covers arrays of one dtype, so a group of several dtypes takes one for each. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.call.amaxes import check_tensor_amax, given_tensor_amax, tensor_amax_shape
+from fp4kit.call.grouped_errors import each
+from fp4kit.call.parse import Call, check_codes, naming
+from fp4kit.cuda.engine.amax import Rows, covered_by_scales
+from fp4kit.cuda.engine.matrices import split, work_of
+from fp4kit.cuda.engine.search_scales import group_launches, searched_matrices, without_search
+from fp4kit.cuda.launch import grouped
+from fp4kit.cuda.launch.dispatch import Work
+from fp4kit.cuda.launch.grouped import Launch
+from fp4kit.cuda.launch.matrix import Matrix, empty_scales
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+
+AmaxRows = tuple[Rows, tuple[int, ...]]  # what launch.amax takes, and the shape of its result
+
+
+def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Views of consecutive parts of a vector, in these shapes."""
+    ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
+    return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
+
+
+def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
+    """Numbers of the arrays of each dtype."""
+    return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
+
+
+def amax_launches(rows: Sequence[AmaxRows], outs: Sequence[Any], mask: int | None = None) -> list[Launch]:
+    """Launches that write the amaxes of arrays into outs, which hold zeros."""
+    found = []
+    for numbers in by_dtype([x for (x, *_), _ in rows]):
+        full = [i for i in numbers if rows[i][0][0].size]
+        if full:
+            _, counted, by_row = rows[full[0]][0]
+            found.append(grouped.amax_group([rows[i][0][0] for i in full], [outs[i] for i in full], counted, by_row, mask))
+    return found
+
+
+def amaxes(rows: Sequence[AmaxRows]) -> list[Any]:
+    """launch.amax of N arrays in one launch: views of one vector."""
+    shapes = [shape for _, shape in rows]
+    outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
+    for call in amax_launches(rows, outs):
+        call()
+    return outs
+
+
+def readable(a: Any, copies: list[tuple[Any, Any]]) -> Any:
+    """a where it is contiguous; else room for a copy, which joins `copies`."""
+    if a.flags.c_contiguous:
+        return a
+    copies.append((a, imports.cupy().empty(a.shape, a.dtype)))
+    return copies[-1][1]
+
+
+def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
+    """Make the copies, then the launches."""
+    for array, copy in copies:
+        imports.cupy().copyto(copy, array)
+    for call in launches:
+        call()
+
+
+def clear(vector: Any) -> None:
+    """Zeros, without a kernel."""
+    if vector.size:
+        vector.data.memset_async(0, vector.nbytes)
+
+
+class Group:
+    """N arrays of one device, their amaxes, codes and values, and the launches over them, each prepared when first needed.
+
+    amaxes: of each array, what its tensor scales are made from, or None. vector: all of them, in one array of the group.
+    """
+
+    def __init__(self, calls: Sequence[Call], stack: Any) -> None:
+        first = calls[0]
+        self.calls, self.recipe, self._op, self._mask = calls, first.recipe, first.op, first.mask
+        self._stacked = stack is not None
+        self._device = imports.cupy().cuda.Device(first.x.device.id)
+        self._copies: list[tuple[Any, Any]] = []  # (array, contiguous copy that the kernels read), made anew for each launch
+        self._codes: tuple[list[Quantized], list[Launch]] | None = None
+        self._raw_values: list[Any] = []  # as the kernels write them, with the axis last
+        self._values: list[Any] = []
+        self._launches_of_values: dict[bool, list[Launch]] = {}  # by whether the kernel computes the amaxes itself
+        self._amax_launches: list[Launch] | None = None
+        self.vector: Any = None
+        with self._device:
+            arrays = [call.moved for call in calls] if stack is None else [stack]
+            self._xs = [readable(a, self._copies) for a in arrays]
+            self._xs = self._xs if stack is None else list(self._xs[0])
+            self.amaxes = self._find_amaxes()
+            self.calls, self._searches = self._find_searches()
+
+    def _find_amaxes(self) -> list[Any]:
+        r, cupy = self.recipe, imports.cupy()
+        pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
+        if pairs[0][0] is None:
+            if r.tensor_scaling == "none":
+                return [None] * len(pairs)
+            wanted = [tensor_amax_shape(shape, r) for _, shape in pairs]
+            self.vector = cupy.zeros(sum(map(prod, wanted)), np.float32)
+            return cut(self.vector, wanted)
+        if r.tensor_scaling == "none" or any(isinstance(a, cupy.ndarray) for a, _ in pairs):
+            ready = [(readable(a, self._copies) if isinstance(a, cupy.ndarray) else a, shape) for a, shape in pairs]
+            return each(self._op, lambda pair: given_tensor_amax(self._op, pair[0], pair[1], r, True), ready)
+        checked = each(self._op, lambda pair: check_tensor_amax(self._op, pair[0], pair[1], r), pairs)
+        self.vector = cupy.asarray(np.concatenate([a.ravel() for a in checked]))
+        return cut(self.vector, [a.shape for a in checked])
+
+    def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
+        """The calls with room for the block amaxes that the recipe's search chooses, and what chooses them; else as they are."""
+        r, calls = self.recipe, self.calls
+        if not r.search:
+            return calls, []
+        blocks = self._outputs([scale_shape(x.shape, r) for x in self._xs], [np.float32] * len(calls), imports.cupy().empty)
+        launches: list[Callable[[], None]] = []
+        for numbers in by_dtype(self._xs):
+            group = [part for i in numbers for part in searched_matrices(self._xs[i], blocks[i], self.amaxes[i], r)]
+            launches += group_launches(group, r, self._mask) if group else []
+        return [call._replace(recipe=without_search(r), block_amax=b) for call, b in zip(calls, blocks, strict=True)], launches
+
+    @property
+    def computes_amaxes(self) -> bool:
+        """Whether the amaxes come from the arrays; else they were given."""
+        return self.vector is not None and self.calls[0].tensor_amax is None
+
+    def amax(self) -> list[Any]:
+        """Compute the amaxes, unless they were given."""
+        with self._device:
+            self._update(True)
+        return self.amaxes
+
+    def quantize(self, compute_amaxes: bool) -> list[Quantized]:
+        """Write the codes, scales and tensor scales of all arrays."""
+        with self._device:
+            self._codes = self._codes or self._prepare_codes()
+            return self._run(self._codes, compute_amaxes)
+
+    def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
+        """Write the values of all arrays. A fake_rule with a scale for each block computes its amaxes itself, where it shall."""
+        with self._device:
+            own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
+            own = own and self.recipe.fake_rule is not None
+            if own not in self._launches_of_values:
+                self._launches_of_values[own] = self._prepare_values([None if own else a for a in self.amaxes])
+            return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
+
+    def _run(self, prepared: tuple[list[Any], list[Launch]], compute_amaxes: bool) -> list[Any]:
+        outputs, launches = prepared
+        self._update(compute_amaxes)
+        launch_all([], [*self._searches, *launches])
+        return outputs
+
+    def _update(self, compute_amaxes: bool) -> None:
+        if not (compute_amaxes and self.computes_amaxes):
+            return launch_all(self._copies, [])
+        if self._amax_launches is None:
+            rows = [(covered_by_scales(x, self.recipe), a.shape) for x, a in zip(self._xs, self.amaxes, strict=True)]
+            self._amax_launches = amax_launches(rows, self.amaxes, self._mask)
+        clear(self.vector)
+        return launch_all(self._copies, self._amax_launches)
+
+    def _prepare_codes(self) -> tuple[list[Quantized], list[Launch]]:
+        r, layout, moved = self.recipe, self.calls[0].layout, [call.moved.shape for call in self.calls]
+        each(self._op, lambda call: check_codes(call, layout), self.calls)
+        packed = self._outputs([packed_shape(s, r) for s in moved], [np.uint8] * len(moved), imports.cupy().empty)
+        scales: list[Any] = [None] * len(moved)
+        if r.scale is not None:
+            make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
+            scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
+        decode: list[Any] = [None] * len(moved)
+        given: list[Any] = [None] * len(moved)  # copies of the amaxes that a caller gave, who may change them
+        if r.tensor_scaling != "none":
+            shapes = [a.shape for a in self.amaxes]
+            decode = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
+            if self.vector is None:
+                given = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
+        parts = [*zip(self.amaxes, packed, scales, decode, given, strict=True)]
+        matrices = [Matrix(x, c, s, None, amax, d, amax_out=out) for x, (amax, c, s, d, out) in zip(self._xs, parts, strict=True)]
+        launches = self._launches(matrices, values=False)
+        return [
+            Quantized(codes, s, d, amax if out is None else out, call.x.shape, call.x.dtype, call.axis, r, layout)
+            for call, (amax, codes, s, d, out) in zip(self.calls, parts, strict=True)
+        ], launches
+
+    def _prepare_values(self, amaxes: list[Any]) -> list[Launch]:
+        cupy = imports.cupy()
+        if not self._raw_values:
+            self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
+            self._values = [cupy.moveaxis(v, -1, call.axis) for call, v in zip(self.calls, self._raw_values, strict=True)]
+        matrices = [Matrix(x, values=v, tensor_amax=a) for x, v, a in zip(self._xs, self._raw_values, amaxes, strict=True)]
+        return self._launches(matrices, values=True)
+
+    def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:
+        """An array each; parts of one where the inputs are."""
+        if self._stacked:
+            return list(make((len(shapes), *shapes[0]), dtypes[0]))
+        return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def _launches(self, matrices: list[Matrix], values: bool) -> list[Launch]:
+        seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
+        found = []
+        with naming(self._op):
+            for numbers in by_dtype(self._xs):
+                group = [part for i in numbers for part in self._split(self.calls[i], matrices[i], values)]
+                if group:
+                    found.append(grouped.quantize_group([m for m, _ in group], [w for _, w in group], seed))
+        return found
+
+    def _split(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, Work]]:
+        """The matrices of an array, with their works; of one without elements, that of its tensor scales."""
+        work = work_of(call, values=values)
+        if m.x.size:
+            return list(split(call, work, m))
+        if m.tensor_scale is None or not m.tensor_amax.size:
+            return []
+        shape = (m.tensor_amax.size, 0)
+        empty = Matrix(m.x.reshape(shape), tensor_amax=m.tensor_amax, tensor_scale=m.tensor_scale, amax_out=m.amax_out)
+        return [(empty, work._replace(shape=shape))]

@@ -1,0 +1,1 @@
+"""Choose and launch kernels: dispatch, geometry, one launcher per kernel."""

@@ -1,0 +1,46 @@
+"""Launcher of the amax of a matrix whose columns go through the Hadamard transform: without a transposed copy."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.call.parse import HADAMARD_BLOCK
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES
+from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.geometry import THREADS, Launch, grid
+from fp4kit.cuda.launch.matrix import AMAX, transform_struct
+
+_WORD = 4  # bytes that a thread takes of a row
+
+
+@cache
+def _function(dtype: np.dtype, counted: str, whole: bool, mask: int, device: int) -> Any:
+    struct = transform_struct(mask)
+    source = instantiation("amax_strips", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=whole)
+    return loader.function(source, "amax_strips_kernel", device)
+
+
+@lru_cache(KEPT)
+def _launch(dtype: np.dtype, counted: str, whole: bool, rows: int, columns: int, mask: int, device: int) -> Launch:
+    wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if whole else 1)))
+    function, strips = _function(dtype, counted, whole, mask, device), rows // HADAMARD_BLOCK
+    return Launch(function, grid(strips * wide, device), AMAX, rows, columns)
+
+
+def amax_strips(x: Any, counted: str, mask: int) -> Any:
+    """Largest magnitude of a contiguous matrix (M, K), M a multiple of 16, after the transform of its columns: float32 ().
+
+    The same as cuda.launch.amax of the transposed matrix. counted: "all", "no_nan" or "finite". mask: sign mask.
+    """
+    rows, columns = x.shape
+    out = imports.cupy().zeros((), np.float32)
+    if x.size:
+        whole = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
+        _launch(x.dtype, counted, whole, rows, columns, mask, x.device.id)(x.data.ptr, out.data.ptr)
+    return out

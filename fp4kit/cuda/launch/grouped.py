@@ -1,0 +1,170 @@
+"""Launchers of groups: one kernel over many tensors, prepared once and launched as often as needed. See grouped.cuh.
+
+A Launch holds the table of pointers on the device, and every array it points to; launching it does no work for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fp4kit.arrays import imports
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.compile.traits import TYPES, has_table
+from fp4kit.cuda.launch import geometry
+from fp4kit.cuda.launch.clip import CLIP
+from fp4kit.cuda.launch.dispatch import Work, way_of
+from fp4kit.cuda.launch.geometry import THREADS, address, aligned, check_columns, check_count
+from fp4kit.cuda.launch.matrix import AMAX, Matrix, is_whole, struct_of, transform_struct
+
+_GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("parts", "i8")])
+_PART = np.dtype([("member", "u4"), ("index", "u4")])
+FEW = 32  # members of a small group at most: grouped.cuh
+PARTS_PER_SM = 20  # pieces of work for each multiprocessor, where there is little work
+# Fewest and most elements of a piece: one and three turns of a thread block that takes 64 bytes of bfloat16 a thread. More turns
+# save what a piece begins with (a table of factors, loads of where it is), and make the end uneven. 8 tensors of 1856 x 2688
+# against one launch, by one turn, PARTS_PER_SM, three turns: nvfp4-te 1.10, 1.03, 1.05; mxfp4-flashinfer 1.03, 1.05, 1.10
+# (H200, 2026-11-21).
+FEWEST_ELEMENTS, MOST_ELEMENTS = 8192, 24576
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that is ready: call it to make it, on the current stream of the current device."""
+
+    function: Any
+    grid: int
+    arguments: np.ndarray  # plain bytes: see geometry.Launch
+    held: tuple[Any, ...]  # the table, and the arrays it points to
+    threads: int = THREADS  # of a block
+
+    def __call__(self) -> None:
+        self.function((self.grid,), (self.threads,), (self.arguments,))
+
+
+def is_small(members: Sequence[Any]) -> bool:
+    """Whether a group's members go with the kernel's arguments: which instantiation it takes (kSmall)."""
+    return len(members) <= FEW
+
+
+def parts_of(elements: np.ndarray, device: int, most: int = MOST_ELEMENTS) -> np.ndarray:
+    """Pieces that each tensor is cut into: of one size, as far as whole pieces allow, and one of a tensor without elements.
+
+    most: elements of a piece, at most.
+    """
+    check_count(int(elements.max()))
+    share = int(elements.sum()) // (geometry.multiprocessors(device) * PARTS_PER_SM)
+    return np.maximum(-(-elements // int(np.clip(share, FEWEST_ELEMENTS, most))), 1)
+
+
+def table_of(members: np.ndarray) -> np.ndarray:
+    """Members, then their pieces, as grouped.cuh declares them in device memory, in words of 8 bytes."""
+    parts = members["parts"]
+    work = np.empty(int(parts.sum()), _PART)
+    work["member"] = np.repeat(np.arange(len(parts)), parts)
+    work["index"] = np.arange(len(work)) - np.repeat(np.cumsum(parts) - parts, parts)
+    return np.concatenate([members.view(np.uint64), work.view(np.uint64)])
+
+
+def prepare_group(
+    function: Any, arguments: np.ndarray, whole: ArrayLike, parts: np.ndarray, held: Any, small: bool = False
+) -> Launch:
+    """The launch of a grouped kernel: arguments, alignment and number of pieces of each member; small: kSmall of the kernel."""
+    member = np.dtype([("arguments", arguments.dtype), ("parts", "u4"), ("aligned", "u4")])
+    members, total, table = np.zeros(len(arguments), member), int(parts.sum()), None
+    members["arguments"], members["parts"], members["aligned"] = arguments, parts, whole
+    if small:
+        group = np.zeros(1, [("parts", "i8"), ("first", "u4", FEW), ("members", member, FEW)])
+        first = np.cumsum(parts) - parts
+        group["parts"], group["first"] = total, np.pad(first, (0, FEW - len(first)), constant_values=2**32 - 1)
+        group["members"][0, : len(members)] = members
+    else:
+        table = imports.cupy().asarray(table_of(members))
+        group = np.array([(table.data.ptr, len(members), total)], _GROUP)
+    return Launch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
+
+
+@cache
+def _quantize_function(kernel: str, struct: str, dtype: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=whole, kSmall=small)
+    return loader.function(source, f"grouped_{kernel}_kernel", device)
+
+
+def quantize_group(matrices: Sequence[Matrix], works: Sequence[Work], seed: int = 0) -> Launch:
+    """The launch that does launch.quantize_matrix of each matrix.
+
+    works: of the matrices, the same but for their shapes; all of one device. Matrices without elements are of shape (n, 0),
+    where n is how many tensor scales they have.
+    """
+    first, r = matrices[0], works[0].recipe
+    way = way_of(works[0]._replace(grouped=True))
+    whole = [is_whole(m, w) for m, w in zip(matrices, works, strict=True)]
+    arguments = np.zeros(len(matrices), way.arguments.struct)
+    for name in way.arguments.pointers:
+        arguments[name] = [address(getattr(m, name)) for m in matrices]
+    arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
+    sizes = [w.seen_shape if m.x.size else m.x.shape for m, w in zip(matrices, works, strict=True)]
+    arguments["rows"], arguments["columns"] = zip(*sizes, strict=True)
+    if r.block:
+        check_columns(int(arguments["columns"].max()))
+    device, small = first.x.device.id, is_small(matrices)
+    function = _quantize_function(way.kernel, struct_of(works[0]), first.x.dtype, all(whole), small, device)
+    simple = small and not has_table(r) and r.tensor_scaling != "row"  # a piece begins with little
+    parts = parts_of(np.array([m.x.size for m in matrices]), device, FEWEST_ELEMENTS if simple else MOST_ELEMENTS)
+    return prepare_group(function, arguments, whole, parts, tuple(matrices), small)
+
+
+@cache
+def _amax_function(kernel: str, dtype: np.dtype, counted: str, whole: bool, small: bool, mask: int | None, device: int) -> Any:
+    names: dict[str, str | bool] = {
+        "Input": TYPES[dtype],
+        "kCounted": f"AmaxInput::{counted}",
+        "kAligned": whole,
+        "kSmall": small,
+    }
+    return loader.function(instantiation("grouped_amax", transform_struct(mask), **names), kernel, device)
+
+
+def amax_group(xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None) -> Launch:
+    """The launch that writes what launch.amax gives of each array into its out, which must hold zeros if not by_row."""
+    shapes = [x.shape if by_row else (1, x.size) for x in xs]
+    whole = [aligned(x, shape[1] * x.dtype.itemsize if by_row else 16) for x, shape in zip(xs, shapes, strict=True)]
+    arguments = np.array([(address(x), address(out), *shape) for x, out, shape in zip(xs, outs, shapes, strict=True)], AMAX)
+    device = xs[0].device.id
+    kernel = "grouped_amax_rows_kernel" if by_row else "grouped_amax_kernel"
+    small = is_small(xs)
+    function = _amax_function(kernel, xs[0].dtype, counted, all(whole), small, mask, device)
+    parts = parts_of(np.array([x.size for x in xs]), device)
+    return prepare_group(function, arguments, whole, parts, (tuple(xs), tuple(outs)), small)
+
+
+class Clip(NamedTuple):
+    """The arguments of clip.clip_gradient."""
+
+    grad: Any
+    x: Any
+    amax: Any
+    out: Any
+
+
+@cache
+def _clip_function(dtype: np.dtype, grad: np.dtype, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation("grouped_clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=whole, kSmall=small)
+    return loader.function(source, "grouped_clip_kernel", device)
+
+
+def clip_group(clips: Sequence[Clip]) -> Launch:
+    """The launch that does clip.clip_gradient of each; xs of one dtype, gradients of one, all with elements, on one device."""
+    whole = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
+    arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)
+    first = clips[0]
+    device, small = first.x.device.id, is_small(clips)
+    function = _clip_function(first.x.dtype, first.grad.dtype, all(whole), small, device)
+    parts = parts_of(np.array([c.x.size for c in clips]), device, FEWEST_ELEMENTS)
+    return prepare_group(function, arguments, whole, parts, tuple(clips), small)

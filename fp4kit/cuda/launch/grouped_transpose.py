@@ -1,0 +1,47 @@
+"""Launcher of transpose for a group of matrices: one launch for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.launch.geometry import address
+from fp4kit.cuda.launch.grouped import Launch, is_small, prepare_group
+from fp4kit.cuda.launch.transpose import ARGUMENTS, moves, struct_of, work_blocks
+from fp4kit.recipes import Recipe
+
+WHOLE_CODES, WORD_SCALES = 1, 2  # what a member's `aligned` is made of: grouped_transpose.cu
+
+
+class Matrix(NamedTuple):
+    """What transpose takes of one matrix: contiguous codes and scales, in and out, and its rows and columns."""
+
+    codes: Any
+    scales: Any
+    out: Any
+    scales_out: Any
+    shape: tuple[int, int]
+
+
+@cache
+def _function(bits: int, block: int, whole: bool, small: bool, device: int) -> Any:
+    source = instantiation("grouped_transpose", struct_of(bits, block, "linear"), kAligned=whole, kSmall=small)
+    return loader.function(source, "grouped_transpose_kernel", device)
+
+
+def transpose_group(matrices: Sequence[Matrix], r: Recipe) -> Launch:
+    """The launch that transposes each matrix, none of them empty; linear scales, all on one device."""
+    shapes = [(1, *m.shape) for m in matrices]
+    found = [moves(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)]
+    flags = np.array(found) @ (WHOLE_CODES, WORD_SCALES)
+    bits, device = r.element.packing.stored_bits, matrices[0].codes.device.id
+    small = is_small(matrices)
+    function = _function(bits, r.block_size, all(map(all, found)), small, device)
+    table = np.array([(*map(address, m[:4]), *shape) for m, shape in zip(matrices, shapes, strict=True)], ARGUMENTS)
+    parts = np.array([work_blocks(bits, r.block_size, "linear", shape) for shape in shapes])
+    return prepare_group(function, table, flags, parts, tuple(matrices), small)

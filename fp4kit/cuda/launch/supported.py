@@ -1,0 +1,48 @@
+"""What no kernel has of a recipe, beside shapes of blocks: refused before a launch, with what is needed instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from fp4kit.call.parse import Declined
+from fp4kit.cuda.compile.traits import is_same
+from fp4kit.formats import E2M1, ElementFormat
+from fp4kit.recipes import Recipe
+
+WIDEST = 100  # exponents of values of elements, of either sign: then no step of encode or decode leaves float32
+FOUR_OVER_SIX_COLUMNS = 16
+
+
+def check_formats(r: Recipe) -> None:
+    """Raise Declined, with what is needed and the way out, where no kernel does as the recipe says."""
+    wrong = unsupported(r)
+    if wrong:
+        raise Declined(f"{r.id} has {wrong}; compute on the CPU with cupy.asnumpy(x)")
+
+
+@lru_cache(256)
+def unsupported(r: Recipe) -> str | None:
+    """What of a recipe no CUDA kernel has, and what is needed instead; None where kernels have all of it."""
+    return next((f"{what}, which no CUDA kernel has; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong), None)
+
+
+def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """Whether something is wrong, what it is, and what is needed."""
+    e = r.element
+    yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "numbers within 2^-100 ... 2^100"
+    yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"
+    lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
+    yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
+    if r.four_over_six:
+        yield not is_same(e, E2M1), f"4over6 of {e}", "E2M1"
+        in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
+        yield in_lanes, f"4over6 of blocks of {r.block_rows} rows by {'lane_sums' if r.lane_sums else 'max'}", "one row"
+        shape = f"4over6 of blocks of {r.block_size} columns"
+        yield r.block_size != FOUR_OVER_SIX_COLUMNS, shape, f"{FOUR_OVER_SIX_COLUMNS}"
+
+
+def _has_kernels(e: ElementFormat) -> bool:
+    if e.is_integer:
+        return True
+    return -WIDEST <= e.emin - e.mantissa_bits and e.emax <= WIDEST and e.bias >= 0

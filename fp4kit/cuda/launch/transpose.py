@@ -1,0 +1,75 @@
+"""Launcher of transpose: codes and block scales of stacked matrices in one launch, on the current stream."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+from fp4kit.cuda.compile import loader
+from fp4kit.cuda.compile.instantiate import instantiation
+from fp4kit.cuda.launch.dispatch import KEPT
+from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, Launch, aligned, grid
+from fp4kit.recipes import Recipe
+
+_POINTERS = ("codes", "scales", "codes_out", "scales_out")
+ARGUMENTS = np.dtype([(name, "u8") for name in _POINTERS] + [(name, "i8") for name in ("matrices", "rows", "columns")])
+_TILE = (256, 128)  # rows, and bytes of codes, that a thread block transposes at a time: transpose_codes.cuh
+BLOCKS = (16, 32, 64)  # sizes of square blocks that the kernel has
+
+
+def source(bits: int, block: int, layout: str, whole: bool = True, words: bool = True) -> str:
+    """Instantiation for codes of `bits` in square blocks; whole: codes move by 16 bytes; words: scales by four."""
+    return instantiation("transpose", struct_of(bits, block, layout, words), kAligned=whole)
+
+
+def struct_of(bits: int, block: int, layout: str, words: bool = True) -> str:
+    """S of the kernel."""
+    struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
+    struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
+    return struct + f"static constexpr bool kScaleWords = {str(words).lower()}; }};"
+
+
+@cache
+def _function(bits: int, block: int, layout: str, whole: bool, words: bool, device: int) -> Any:
+    return loader.function(source(bits, block, layout, whole, words), "transpose_kernel", device)
+
+
+@lru_cache(KEPT)
+def _launch(bits: int, block: int, layout: str, whole: bool, words: bool, shape: tuple[int, int, int], device: int) -> Launch:
+    function = _function(bits, block, layout, whole, words, device)
+    return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
+
+
+def transpose(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> None:
+    """Contiguous codes and scales of matrices (B, M, K) of a recipe with square blocks into those of (B, K, M)."""
+    launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
+    launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
+
+
+def launch_of(codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]) -> Launch:
+    """The launch for such arrays; called with their addresses."""
+    whole, words = moves(codes, scales, r, layout, out, scales_out, shape)
+    return _launch(r.element.packing.stored_bits, r.block_size, layout, whole, words, shape, out.device.id)
+
+
+def moves(
+    codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
+) -> tuple[bool, bool]:
+    """Whether codes move by 16 bytes, and scales by four."""
+    _, M, K = shape
+    bits = r.element.packing.stored_bits
+    whole = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
+    words = aligned(scales, 16) and aligned(scales_out, 16)
+    return whole, words and (layout != "linear" or (M // r.block_size % 4 == 0 and K // r.block_size % 4 == 0))
+
+
+def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
+    """Thread blocks that matrices keep busy once: one a tile of codes, and those of linear and 8x4 scales by themselves."""
+    B, M, K = shape
+    rows, line = _TILE
+    tiles = B * -(-M // rows) * -(-K // (line * 8 // bits))
+    squares = B * (M // block // 4) * (K // block // 4) if layout == "linear" else 0  # a thread each
+    large = B * -(-M // (4 * block * block)) * -(-K // 512) if layout == "swizzled_8x4" else 0  # LargeScaleTile
+    return tiles + -(-squares // THREADS) + large

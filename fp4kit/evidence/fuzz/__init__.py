@@ -1,0 +1,1 @@
+"""Random programs of public calls, run on two engines and compared in every bit."""

@@ -1,0 +1,317 @@
+"""Arrays that are drawn: values of many kinds from a seed, placed in memory with steps, orders and offsets; and guarded outputs.
+
+Printed reproductions call these functions, so that what they build is what was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.evidence.engines import PARTS
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, unsigned
+from fp4kit.quantized.container import Quantized
+
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")}
+FILLER = 0x5A  # the byte of gaps, margins and guards: a large number in every dtype
+MARGIN = 64  # bytes of guards before and behind an output, which stays at a multiple of 16
+
+
+@dataclass(frozen=True)
+class View:
+    """How an array lies in memory. order: its axes, slowest first; steps: of each axis; offset: elements in front of it."""
+
+    order: tuple[int, ...]
+    steps: tuple[int, ...]
+    offset: int = 0
+
+    @classmethod
+    def plain(cls, ndim: int) -> View:
+        """C order without gaps."""
+        return cls(tuple(range(ndim)), (1,) * ndim)
+
+    @property
+    def is_plain(self) -> bool:
+        return self == View.plain(len(self.order))
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array as data. kind: of VALUES, drawn from seed; or "given": bits, the bytes of its elements in C order."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    seed: int
+    view: View
+    bits: bytes = b""
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def values(self) -> np.ndarray:
+        """The elements, in C order."""
+        if self.kind == "given":
+            return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
+        return drawn(self.kind, self.dtype, self.shape, self.seed)
+
+    def with_values(self, values: np.ndarray, view: View | None = None) -> Array:
+        """The same array of other elements."""
+        view = View.plain(values.ndim) if view is None else view
+        return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
+
+
+def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
+    """values as a view of a larger array that asarray moved, with filler around and between them."""
+    flat, cut = memory(values, view)
+    return cut(asarray(flat))
+
+
+def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
+    """A flat array that holds values and filler, and the function that cuts the view from it."""
+    shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
+    end = view.offset + prod(shape)
+    back = np.argsort(view.order).tolist()
+
+    def cut(flat: Any) -> Any:
+        whole = flat[view.offset : end].reshape(shape).transpose(back)
+        return whole[(*(slice(None, None, step) for step in view.steps), ...)]  # ...: a view also of no axes
+
+    flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
+    cut(flat)[...] = values
+    return flat, cut
+
+
+def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
+    """An array of zeros but for the bit patterns at some flat indices; or of the bytes that a string of hexadecimals names."""
+    if isinstance(nonzero, str):
+        return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
+    bits = np.zeros(prod(shape), unsigned(DTYPES[dtype]))
+    bits[list(nonzero)] = list(nonzero.values())
+    return bits.view(DTYPES[dtype]).reshape(shape)
+
+
+# ---- values -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Values of a kind: one of VALUES, of a dtype and shape."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        return VALUES[kind](rng, shape, DTYPES[dtype])
+
+
+def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Normal values whose size changes from row to row, a few of them zeros."""
+    x = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
+    x[rng.random(shape) < 0.02] = rng.choice([0.0, -0.0])
+    return x.astype(dtype)
+
+
+def _bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Every bit pattern is as likely as any other."""
+    return rng.integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
+
+
+def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Every bit pattern of a finite number."""
+    x = _bits(rng, shape, dtype)
+    return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype))
+
+
+def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Values half way between two codes, and their neighbours, in runs of 8 under one power of two whose largest is known."""
+    element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
+    info = ml_dtypes.finfo(dtype)
+    size, runs = prod(shape), -(-prod(shape) // 8)
+    exponents = rng.integers(info.minexp - info.nmant, info.maxexp - 2, runs)
+    exponents = np.where(rng.random(runs) < 0.7, rng.integers(-6, 7) * np.ones_like(exponents), exponents)
+    near = 1 + rng.choice([0, 0, 1, -0.5], (runs, 8)) * 2.0**-info.nmant
+    x = rng.choice([-1.0, 1.0], (runs, 8)) * rng.choice(element.midpoints, (runs, 8)) * near
+    x[rng.random(runs) < 0.6, 0] = float(element.max) * rng.choice([1, 7 / 6, 4 / 3, 1 + 2.0**-info.nmant])
+    top = float(info.max)
+    return np.clip(np.ldexp(x, exponents[:, None]), -top, top).reshape(-1)[:size].reshape(shape).astype(dtype)
+
+
+def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Subnormals and the smallest normal values, of both signs."""
+    bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(unsigned(dtype))
+    return np.where(rng.random(shape) < 0.5, bits.view(dtype), -bits.view(dtype))
+
+
+def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Runs of 16 zeros of either sign, or of both, among runs of ordinary values."""
+    runs = (*shape[:-1], -(-shape[-1] // 16))
+    kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
+    signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
+    return np.where(kinds < 3, signs.astype(dtype), _ordinary(rng, shape, dtype))
+
+
+def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Ordinary values and one that is far larger."""
+    x = _ordinary(rng, shape, dtype)
+    if x.size:
+        x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
+    return x
+
+
+def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """One value, of either sign."""
+    value = rng.choice([1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)])
+    return (rng.choice([1.0, -1.0], shape) * value).astype(dtype)
+
+
+def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Ordinary values among which are infinities and NaN."""
+    x = _ordinary(rng, shape, dtype)
+    x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
+    return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
+
+
+def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Ordinary values among which are infinities of both signs."""
+    x = _ordinary(rng, shape, dtype)
+    x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
+    return x
+
+
+def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    return rng.integers(0, 256, shape, np.uint8)
+
+
+def _below(limit: int) -> Callable[..., np.ndarray]:
+    def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return rng.integers(0, limit, shape, np.uint8)
+
+    return codes
+
+
+def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return what an amax can be: ordinary, but also 0, -0, tiny, huge, infinite."""
+    x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
+    special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
+    return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
+
+
+def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Finite ones, not negative: ordinary, some zeros, some far from the others, some where squares are lost."""
+    x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
+    return x.astype(dtype)
+
+
+def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Symmetric ones: of few or many samples, with negative values of one too."""
+    samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
+    x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
+    return (x + x.transpose(0, 2, 1)).astype(dtype)
+
+
+FINITE_KINDS = ("ordinary", "finite", "ties", "tiny", "zeros", "outlier", "constant")
+NUMBERS = (*FINITE_KINDS, "infinite")  # kinds without NaN
+KINDS = (*FINITE_KINDS, "bits", "sprinkled")
+VALUES: dict[str, Callable[..., np.ndarray]] = {
+    "ordinary": _ordinary,
+    "finite": _finite,
+    "ties": _ties,
+    "tiny": _tiny,
+    "zeros": _zeros,
+    "outlier": _outlier,
+    "constant": _constant,
+    "bits": _bits,
+    "sprinkled": _sprinkled,
+    "infinite": _infinite,
+    "bytes": _bytes,
+    "codes": _below(16),
+    "codes of 6 bits": _below(64),
+    "amaxes": _amaxes,
+    "weights": _weights,
+    "hessians": _hessians,
+    "ones": lambda rng, shape, dtype: np.ones(shape, dtype),
+}
+
+
+# ---- outputs ------------------------------------------------------------------------------------------------------------
+
+
+class Guarded(NamedTuple):
+    """value: a copy of an array or Quantized whose arrays lie inside buffers, of bytes; of each, shape, step and dtype."""
+
+    value: Any
+    buffers: list[tuple[Any, tuple[int, ...], int, np.dtype]]
+
+
+def guarded(a: Any, step: int = 1) -> Guarded:
+    """A copy of an array, or of the arrays of a Quantized, with guards before, behind and, for a step of 2, between."""
+    if isinstance(a, Quantized):
+        parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
+        buffers = [buffer for part in parts.values() for buffer in part.buffers]
+        return Guarded(replace(a, **{name: part.value for name, part in parts.items()}), buffers)
+    whole = _module(a).full((a.size * step * a.dtype.itemsize + 2 * MARGIN,), FILLER, np.uint8)
+    inside = _inside(whole, a.shape, step, a.dtype)
+    inside[...] = a
+    return Guarded(inside, [(whole, a.shape, step, a.dtype)])
+
+
+def _module(a: Any) -> Any:
+    """NumPy or CuPy, as the array is."""
+    return np if isinstance(a, np.ndarray) else imports.cupy()
+
+
+def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
+    return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
+
+
+def touched(g: Guarded) -> int:
+    """How many bytes of guards were written to."""
+    total = 0
+    for whole, shape, step, dtype in g.buffers:
+        now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
+        for guards in (now, before):
+            _inside(guards, shape, step, dtype)[...] = 0
+        total += int((now != before).sum())
+    return total
+
+
+# ---- calls that programs make beside fp4kit's ---------------------------------------------------------------------------
+
+
+def overwrite(target: Any, values: Any) -> None:
+    """Write values into an array that a plan holds."""
+    target[...] = values
+
+
+def largest(arrays: list[Any]) -> Any:
+    """Elementwise maximum of float32 amaxes, by their bits: CuPy's own takes subnormals for zero."""
+    result = arrays[0].copy()
+    bits = result.view(np.uint32)
+    for a in arrays[1:]:
+        np.maximum(bits, a.view(np.uint32), out=bits)
+    return result
+
+
+def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
+    """before, with the codes of packed in elements [start, stop) of each piece, and no other one."""
+    old, new = (_one_a_byte(a, per_byte) for a in (before, packed))
+    for start, stop in pieces:
+        old[start:stop] = new[start:stop]
+    return (old if per_byte == 1 else old[0::2] | old[1::2] << 4).reshape(before.shape)
+
+
+def _one_a_byte(a: Any, per_byte: int) -> Any:
+    flat = a.reshape(-1).copy()
+    if per_byte == 1:
+        return flat
+    codes = _module(a).empty((2 * flat.size,), np.uint8)
+    codes[0::2], codes[1::2] = flat & 0xF, flat >> 4
+    return codes

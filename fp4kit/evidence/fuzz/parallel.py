@@ -1,0 +1,82 @@
+"""The fuzz in several processes: each with its own seed and engine, one report of all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from typing import Any, NamedTuple
+
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import Pool
+
+_EVERY = 0.2  # seconds between two reports of progress
+_counters: Any = None  # of calls and failures of all processes; set in each when it starts
+
+
+class Work(NamedTuple):
+    """What each process does."""
+
+    seconds: float
+    cases: int | None
+    pool: Pool
+    shrink_seconds: float
+    device: str | None  # "gpu", "host", or None for the specification alone
+
+
+def run(work: Work, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
+    """Run processes with seeds seed, seed + 1, ...; progress: called with the calls and failures since the call before.
+
+    Processes are spawned, since a CUDA context does not survive a fork. Raises what a process raises.
+    """
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", 2)
+    with ProcessPoolExecutor(processes, context, _start, (counters,)) as executor:
+        running = {executor.submit(_work, work, seed + i) for i in range(processes)}
+        _follow(running, counters, progress)
+        reports = [future.result() for future in running]
+    total = reports[0]
+    for report in reports[1:]:
+        total.add(report)
+    return total
+
+
+def _start(counters: Any) -> None:
+    global _counters
+    _counters = counters
+
+
+def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
+    seen = (0, 0)
+    while running:
+        running = wait(running, _EVERY).not_done
+        now = (counters[0], counters[1])
+        progress(now[0] - seen[0], now[1] - seen[1])
+        seen = now
+
+
+def _work(work: Work, seed: int) -> fuzz.Report:
+    engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
+    if work.device == "gpu" and engine is None:
+        raise OSError("fuzz: a process finds no GPU, which the first one found; run with --processes 1")
+    done, last = [0, 0], time.monotonic()
+
+    def progress(calls: int, failures: int) -> None:
+        nonlocal done, last
+        done = [done[0] + calls, done[1] + failures]
+        if time.monotonic() - last > _EVERY:
+            _report(done)
+            done, last = [0, 0], time.monotonic()
+
+    report = fuzz.run(
+        engine, work.seconds, seed, cases=work.cases, pool=work.pool, shrink_seconds=work.shrink_seconds, progress=progress
+    )
+    _report(done)
+    return report
+
+
+def _report(done: list[int]) -> None:
+    with _counters.get_lock():
+        for i, number in enumerate(done):
+            _counters[i] += number

@@ -1,0 +1,139 @@
+"""A program as the lines of Python that do the same: the reproduction of a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.fuzz.arrays import Array
+from fp4kit.evidence.fuzz.check import Verdict, written_names
+from fp4kit.evidence.fuzz.draw import Case
+from fp4kit.evidence.fuzz.program_ir import Call, Dtype, Make, Ref, Same, Statement
+from fp4kit.evidence.fuzz.programs import program
+from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
+
+LISTED = 64  # non-zero elements that are written out
+_UNCOMPARED = ("guarded", "fp4kit.GroupedPlan", "fp4kit.Shard", "SingleProcess")  # functions that give no numbers
+_IMPORTS = (
+    ("replace", "from dataclasses import replace"),
+    ("ml_dtypes", "import ml_dtypes"),
+    ("np", "import numpy as np"),
+    ("fp4kit", "import fp4kit"),
+    ("SingleProcess", "from fp4kit.training.communicators import SingleProcess"),
+    ("formats", "from fp4kit import formats"),
+)
+_HELPERS = {
+    "fuzz.arrays": ("View", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),
+    "fuzz.replay": ("agree", "same"),
+}
+
+
+def script(case: Case, verdict: Verdict, engine: Engine | None) -> str:
+    """Python that fails as the case did, and does nothing where it does not fail."""
+    statements = program(case)[: verdict.step + 1]
+    kept = statements if verdict.kind == "written" else needed(statements)
+    writable = written_names(kept)
+    lines = [line for statement in kept for line in _lines(statement, writable)]
+    if not any(line.startswith("yield") for line in lines):
+        lines.append("yield")
+    module = None if engine is None else engine.module.__name__
+    if module == "numpy":
+        module = "np"
+    body = ["def program(on):", *("    " + line for line in lines), "", ""]
+    body.append("agree(program, np)" if module is None else f"agree(program, np, {module})")
+    text = "\n".join(body)
+    return "\n".join([*_imports(text, module), "", "", text, ""])
+
+
+def _imports(text: str, module: str | None) -> list[str]:
+    used = set(re.findall(r"[A-Za-z_]\w*", text))
+    lines = [line for name, line in _IMPORTS if name in used]
+    lines += [f"import {module}"] if module not in (None, "np") else []
+    for home, names in _HELPERS.items():
+        found = [name for name in names if name in used]
+        if found:
+            lines.append(f"from fp4kit.evidence.{home} import {', '.join(found)}")
+    return lines
+
+
+def needed(statements: list[Statement]) -> list[Statement]:
+    """The last statement, and those before that it depends on."""
+    kept = [statements[-1]]
+    names = _names(statements[-1])
+    for statement in reversed(statements[:-1]):
+        if isinstance(statement, Same):
+            continue
+        written = set(statement.writes) if isinstance(statement, Call) else set()
+        if ({statement.target} | written) & names:
+            kept.insert(0, statement)
+            names |= _names(statement)
+    return kept
+
+
+def _names(statement: Any) -> set[str]:
+    """Names that a statement, or an argument of one, refers to."""
+    if isinstance(statement, Ref):
+        return {statement.name}
+    if isinstance(statement, Same):
+        return _names(statement.a) | _names(statement.b)
+    if isinstance(statement, Call):
+        return _names([*statement.arguments, *statement.options.values()]) | {statement.function.partition(".")[0]}
+    return set().union(*map(_names, statement)) if isinstance(statement, list) else set()
+
+
+def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
+    """Lines of the program's body."""
+    if isinstance(statement, Make):
+        yield f"{statement.target} = {_made(statement, writable)}"
+        return
+    if isinstance(statement, Same):
+        lines = [f"same({text(statement.a)}, {text(statement.b)})"]
+    else:
+        options = [f"{name}={text(value)}" for name, value in statement.options.items()]
+        lines = [f"{statement.target} = {statement.function}({', '.join([*map(text, statement.arguments), *options])})"]
+        if not statement.host_only and statement.function not in _UNCOMPARED:
+            lines.append(f"yield {statement.target!r}, [{', '.join([statement.target, *statement.writes])}]")
+    if statement.host_only:
+        lines = ["if on.host:", *("    " + line for line in lines)]
+    yield from lines
+
+
+def _made(statement: Make, writable: set[str]) -> str:
+    value = statement.value
+    if isinstance(value, Variant):
+        return text(value)
+    view = "" if value.view.is_plain else f", View({value.view.order}, {value.view.steps}, {value.view.offset})"
+    return f"on.{'writable' if statement.target in writable else 'array'}({_values(value)}{view})"
+
+
+def _values(a: Array) -> str:
+    """The call that gives an array's elements."""
+    if a.kind != "given":
+        return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
+    bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
+    (nonzero,) = np.nonzero(bits)
+    if len(nonzero) > LISTED:
+        return f"given({a.dtype!r}, {a.shape}, {a.bits.hex()!r})"
+    return f"given({a.dtype!r}, {a.shape}, {{{', '.join(f'{i}: {int(bits[i]):#x}' for i in nonzero)}}})"
+
+
+def text(value: Any) -> str:
+    """An argument as Python."""
+    if isinstance(value, Variant):
+        changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
+        return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'
+    if isinstance(value, ElementFormat):
+        arguments = (value.name, value.exponent_bits, value.mantissa_bits, value.bias)
+        return f"formats.{value.name}" if value in ELEMENT_FORMATS else f"formats.ElementFormat{arguments}"
+    if isinstance(value, Dtype):
+        return f"ml_dtypes.{value.name}" if value.name == "bfloat16" else f"np.{value.name}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(text, value))}]"
+    if isinstance(value, float) and not np.isfinite(value):
+        return f'float("{value}")'
+    return str(value) if isinstance(value, Ref) else repr(value)

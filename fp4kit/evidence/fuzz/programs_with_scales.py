@@ -1,0 +1,52 @@
+"""Programs of codes under given scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp4kit.call.amaxes import tensor_amax_shape
+from fp4kit.evidence.fuzz.arguments import auxiliary, block_amax, codes_options, decoded, into, moved_shape, tensor_amax
+from fp4kit.evidence.fuzz.draw import Case
+from fp4kit.evidence.fuzz.program_ir import Program, Ref
+from fp4kit.layouts import padded_shape
+from fp4kit.quantized.part_shapes import scale_shape
+from fp4kit.recipes import Recipe
+from fp4kit.reference.implied_amax import encodes_by_amax
+
+SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # of a tensor
+
+
+def with_scales(p: Program, case: Case) -> None:
+    """The scales of a quantize, which give its codes back, and any others."""
+    x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
+    options = codes_options(p, case)
+    q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options, tensor_amax=tensor_amax(p, case), block_amax=block_amax(p, case))
+    own = {name: q[name] for name, has in _scales_of(r).items() if has}
+    found = p.call("found", "fp4kit.quantize", x, Ref("r"), **options, **own)
+    if gives_back(r, case.x.dtype) and not (o.block_amax and r.flush):
+        p.same(found["packed"], q["packed"])
+    p.same([found[name] for name in own], [q[name] for name in own])
+    given: dict[str, Any] = {}
+    if r.scale is not None:
+        scales = auxiliary("bytes", "uint8", padded_shape(scale_shape(moved, r), o.layout), o.seed + 2)
+        given["block_scale"] = p.make("scales", scales)
+    if r.tensor_scaling != "none":
+        shape = tensor_amax_shape(moved, r)
+        whole = SCALES[o.seed % len(SCALES)]
+        given["tensor_scale"] = p.make("scale", auxiliary("amaxes", "float32", shape, o.seed + 3)) if shape else whole
+    other = p.call("other", "fp4kit.quantize", x, Ref("r"), **options, **given)
+    p.call("v", "fp4kit.dequantize", other, decoded(o))
+    if o.out:
+        into(p, o, other, "fp4kit.quantize", x, Ref("r"), **options, **given)
+
+
+def _scales_of(r: Recipe) -> dict[str, bool]:
+    return {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
+
+
+def gives_back(r: Recipe, dtype: str) -> bool:
+    """Whether a recipe's scales tell its codes: where elements do not meet the encode scale, or 16 bits of an amax tell that.
+
+    te_primary_weight makes 1 of an infinite amax and of 2688, and other encode scales.
+    """
+    return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")

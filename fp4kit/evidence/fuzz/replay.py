@@ -1,0 +1,127 @@
+"""What printed reproductions call: arrays where a module has them, sameness, and the agreement of a program on several modules.
+
+A reproduction is a generator function that makes arrays, calls fp4kit, and yields what it gets:
+
+    def program(on):
+        x = on.array(given("float32", (1, 16), {3: 0x3F800000}))
+        q = fp4kit.quantize(x, "nvfp4-te")
+        yield "quantize", q
+
+    agree(program, np, cupy)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.engines import SPECIFICATION, Engine, compare
+from fp4kit.evidence.fuzz.arrays import View, memory
+
+Ended = tuple[str, str]  # kind and text, as in fuzz_check.Verdict
+
+
+class Place:
+    """Arrays where an engine has them. host: whether those are the specification's."""
+
+    def __init__(self, engine: Engine, host: bool) -> None:
+        self.engine, self.host = engine, host
+        self._fixed: list[tuple[str, Any, np.ndarray]] = []
+
+    def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
+        """values as a view of a larger array, which no call may write to."""
+        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
+        moved = self.engine.module.asarray(flat)
+        self._fixed.append((name, moved, flat.copy()))
+        return cut(moved)
+
+    def writable(self, values: np.ndarray, view: View | None = None) -> Any:
+        """values as a view of a larger array that calls may write to."""
+        flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
+        return cut(self.engine.module.asarray(flat))
+
+    def written(self) -> str:
+        """An array that is not what it was; empty where there is none."""
+        for name, moved, before in self._fixed:
+            now = np.ascontiguousarray(self.engine.get(moved))
+            if (now.view(np.uint8) != before.view(np.uint8)).any():
+                return name
+        return ""
+
+
+def same(a: Any, b: Any) -> None:
+    """Raise AssertionError unless two results agree in every bit."""
+    get = Engine(np).get
+    outcome = compare(get(a), get(b), "result")
+    assert not outcome.differing, f"broken: {outcome.first}"
+
+
+def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
+    """Raise AssertionError unless a program does on each module what the specification does, and writes to no input.
+
+    modules: numpy for the specification; and, where they are compared with it, cupy, or numpy again for the host's fast engine.
+    A call that all modules refuse in the same words is agreement; so is one that a module declines with NotImplementedError.
+    """
+    places = [Place(Engine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        running = [program(place) for place in places]
+        while True:
+            steps = [_next(steps, place) for steps, place in zip(running, places, strict=True)]
+            raised = [step if isinstance(step, Exception) else None for step in steps]
+            if any(raised):
+                kind, text = ended(raised)
+                assert kind in ("refused", "declined"), f"{kind}: {text}"
+                return
+            if steps[0] is None:
+                break
+            _compare(steps, places)
+    for place in places:
+        name = place.written()
+        assert not name, f"written: the input {name} was written to"
+
+
+def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
+    """What a program yields, None at its end, or what it raises; its own assertions are the answer."""
+    try:
+        with place.engine.computing():
+            return next(steps, None)
+    except AssertionError:
+        raise
+    except Exception as error:
+        return error
+
+
+def _compare(steps: list[Any], places: list[Place]) -> None:
+    (name, expected), *others = ((name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True))
+    for _, found in others:
+        outcome = compare(found, expected, name)
+        assert not outcome.differing, f"differs: {outcome.first}"
+
+
+def ended(raised: list[Exception | None]) -> Ended:
+    """What it means that a call raised on some engines; the first one is the specification, which may be alone.
+
+    Its refusal must be everyone's, in the same words; an engine may decline what the specification does.
+    """
+    first, last = raised[0], raised[-1]
+    unexpected = [e for e in raised if e is not None and not isinstance(e, (ValueError, TypeError, NotImplementedError))]
+    if unexpected:
+        return "warning" if isinstance(unexpected[0], Warning) else "raised", _text(unexpected[0])
+    declined = next((e for e in (last, first) if isinstance(e, NotImplementedError)), None)
+    if declined is not None:
+        return "declined", _text(declined)
+    if first is None:
+        return "raised", f"{_text(last)}; the specification computes it"
+    if last is None:
+        return "not refused", f"the specification raises {_text(first)}"
+    if type(first) is not type(last) or str(first) != str(last):
+        return "message", f"{_text(last)}; the specification: {_text(first)}"
+    return "refused", _text(first)
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,183 @@
+"""Drawn calls of the public functions: the specification against an engine in every bit, and against itself.
+
+A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
+engine in step (fuzz_check). What must hold without a second engine holds on each: round trips, a strided view as its copy,
+grouped as single calls, both directions as two calls, inputs and guards untouched. A failure is shrunk (fuzz_shrink) and printed
+as Python (print_repro.py). A call that both refuse in the same words is counted, and one that the engine declines with
+NotImplementedError.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.cpu.library import library
+from fp4kit.evidence.engines import Engine, Outcome
+from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.draw import Case, Pool, draw
+from fp4kit.evidence.fuzz.print_repro import script
+from fp4kit.evidence.fuzz.shrink import shrink_case
+from fp4kit.ops.engines import engine as engine_name
+
+CASES_OF_A_SEED = 10**9  # case i of seed s is drawn from s * 10^9 + i
+SHOWN = 5  # failures of different kinds that are shrunk and printed
+COUNTED = ("cases", "calls", "values", "refused", "declined", "failed")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """case: the integer it is drawn from. text: what is wrong. drawn, shrunk: the case in words. script: its reproduction."""
+
+    case: int
+    kind: str
+    function: str
+    text: str
+    drawn: str
+    shrunk: str
+    script: str
+
+
+@dataclass
+class Report:
+    """operations: counts by operation, of COUNTED. reasons: why calls were refused or declined. redrawn: variants that Recipe
+    refused. failures: the first of each kind and function, at most SHOWN.
+    """
+
+    operations: dict[str, Counter[str]] = field(default_factory=dict)
+    reasons: Counter[str] = field(default_factory=Counter)
+    redrawn: int = 0
+    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+
+    def total(self, name: str) -> int:
+        """A count over all operations."""
+        return sum(counts[name] for counts in self.operations.values())
+
+    def count(self, case: Case, verdict: Verdict, refused: int) -> None:
+        """Add a case; refused: variants that were drawn anew for it."""
+        counts = self.operations.setdefault(case.operation, Counter())
+        counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
+        self.redrawn += refused
+        if verdict.kind in ("refused", "declined"):
+            counts[verdict.kind] += 1
+            self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
+
+    def add(self, other: Report) -> None:
+        """Add what another process found."""
+        for operation, counts in other.operations.items():
+            self.operations.setdefault(operation, Counter()).update(counts)
+        self.reasons.update(other.reasons)
+        self.redrawn += other.redrawn
+        self.seconds = max(self.seconds, other.seconds)
+        for failure in other.failures:
+            if self.wants(failure):
+                self.failures.append(failure)
+
+    def wants(self, failure: Failure | Verdict) -> bool:
+        """Whether a failure is of a new kind, and there is room to show it."""
+        known = {(f.kind, f.function) for f in self.failures}
+        return len(known) < SHOWN and (failure.kind, failure.function) not in known
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings."""
+        found = {name: getattr(self, name) for name in ("redrawn", "seconds")}
+        counts = {operation: dict(counts) for operation, counts in self.operations.items()}
+        return found | {"operations": counts, "reasons": dict(self.reasons), "failures": [asdict(f) for f in self.failures]}
+
+
+def run(
+    engine: Engine | None,
+    seconds: float,
+    seed: int,
+    *,
+    cases: int | None = None,
+    pool: Pool | None = None,
+    shrink_seconds: float = 10.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Draw and check cases for some seconds, or until there were `cases` of them.
+
+    engine: where the calls of the specification are made a second time; None for the specification alone.
+    pool: what is drawn from; all there is if None. shrink_seconds: for each failure that is shown, beside `seconds`.
+    progress: called after each case with the numbers of calls and failures of that case. A warning is a failure.
+    """
+    report, start, spent = Report(), time.monotonic(), 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in count() if cases is None else range(cases):
+            if time.monotonic() - start - spent > seconds:
+                break
+            case, verdict = checked(report, engine, seed * CASES_OF_A_SEED + number, pool or Pool())
+            if verdict.failed and report.wants(verdict):
+                began = time.monotonic()
+                report.failures.append(reproduced(case, verdict, engine, seed * CASES_OF_A_SEED + number, shrink_seconds))
+                spent += time.monotonic() - began
+            if progress is not None:
+                progress(verdict.calls, int(verdict.failed))
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def run_case(engine: Engine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0) -> Report:
+    """Draw and check the case of one integer."""
+    report, start = Report(), time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        case, verdict = checked(report, engine, number, pool or Pool())
+        if verdict.failed:
+            report.failures.append(reproduced(case, verdict, engine, number, shrink_seconds))
+    report.seconds = time.monotonic() - start
+    return report
+
+
+def checked(report: Report, engine: Engine | None, number: int, pool: Pool) -> tuple[Case, Verdict]:
+    """Draw the case of an integer, check it and count it."""
+    case, refused = draw(number, pool)
+    verdict = check(case, engine)
+    report.count(case, verdict, refused)
+    return case, verdict
+
+
+def reproduced(case: Case, verdict: Verdict, engine: Engine | None, number: int, seconds: float) -> Failure:
+    """The failure of a case, shrunk and printed."""
+    smaller = shrink_case(case, verdict, engine, seconds)
+    last = check(smaller, engine)
+    if last.key != verdict.key:  # it does not fail each time
+        smaller, last = case, verdict
+    return Failure(number, verdict.kind, verdict.function, last.text, str(case), str(smaller), script(smaller, last, engine))
+
+
+def outcome(engine: Engine, pool: Pool, seed: int, cases: int) -> Outcome:
+    """Cases on an engine, as the self-test counts: values compared, and different; the first failure; what was left out."""
+    total, report = Outcome(), Report()
+    for number in range(seed * CASES_OF_A_SEED, seed * CASES_OF_A_SEED + cases):
+        case, verdict = checked(report, engine, number, pool)
+        first = f"case {number}: {case}: {verdict.kind}: {verdict.text}" if verdict.failed else ""
+        left_out = (f"{case.recipe.id}: {verdict.reason}",) if verdict.kind == "declined" else ()
+        total += Outcome(verdict.values, max(verdict.differing, int(verdict.failed)), first, left_out)
+    return total
+
+
+def device_engine() -> tuple[Engine | None, str]:
+    """CuPy's arrays on the current device, and its name; or None, and why there is none."""
+    try:
+        cupy = imports.cupy()
+        name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
+    except Exception as error:  # CuPy's own errors are known only where CuPy is
+        return None, str(error).partition("\n")[0]
+    return Engine(cupy), f"{name}, CuPy {cupy.__version__}"
+
+
+def host_engine() -> tuple[Engine | None, str]:
+    """The host's compiled engine, and its name; or None, and why there is none."""
+    found = library()
+    return (None, found.level) if found.functions is None else (Engine(np), f"This processor, {engine_name()}")

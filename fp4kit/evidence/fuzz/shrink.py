@@ -1,0 +1,160 @@
+"""Shrinking a case that fails to a smaller one that fails in the same way: the first simpler one that does, again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, replace
+from math import lcm
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fp4kit.evidence.engines import Engine
+from fp4kit.evidence.fuzz.arrays import DTYPES, Array, View
+from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.draw import Case, Options
+from fp4kit.formats import bit_patterns
+
+T = TypeVar("T")
+FEW = 24  # elements that are made simple one by one
+
+
+def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
+    """The value that no simpler one of `simpler` fails instead of, or the one reached when time is over."""
+    end = time.monotonic() + seconds
+    again = True
+    while again:
+        again = False
+        for candidate in simpler(value):
+            if time.monotonic() > end:
+                return value
+            if fails(candidate):
+                value, again = candidate, True
+                break
+    return value
+
+
+def shrink_case(case: Case, verdict: Verdict, engine: Engine | None, seconds: float) -> Case:
+    """A simpler case with a verdict of the same kind from the same function."""
+
+    def fails(candidate: Case) -> bool:
+        try:
+            return check(candidate, engine).key == verdict.key
+        except Exception:  # a candidate need not be a case at all
+            return False
+
+    return shrink(case, simpler_cases, fails, seconds)
+
+
+def simpler_cases(case: Case) -> Iterator[Case]:
+    """Cases with less of one thing, those that gain most first."""
+    yield from _fewer_arrays(case)
+    for variant in case.recipe.simpler():
+        yield replace(case, recipe=variant)
+    yield from _simpler_options(case)
+    for i, a in enumerate(case.arrays):
+        for smaller in _simpler_arrays(a, case, i):
+            yield _with_array(case, i, smaller)
+    if len(case.arrays) == 1 and not case.options.stacked:
+        yield from _fewer_axes(case)
+    for i, a in enumerate(case.arrays):
+        for plainer in _simpler_values(a):
+            yield _with_array(case, i, plainer)
+
+
+def _with_array(case: Case, i: int, a: Array) -> Case:
+    return replace(case, arrays=(*case.arrays[:i], a, *case.arrays[i + 1 :]))
+
+
+def _fewer_arrays(case: Case) -> Iterator[Case]:
+    if len(case.arrays) > 1:
+        for i in range(len(case.arrays)):
+            yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
+
+
+def _simpler_options(case: Case) -> Iterator[Case]:
+    defaults: dict[str, Any] = {f.name: f.default for f in fields(Options)}
+    for name in case.changed_options():
+        yield replace(case, options=replace(case.options, **{name: defaults[name]}))
+    if case.options.target is not None:
+        for variant in case.options.target.simpler():
+            yield replace(case, options=replace(case.options, target=variant))
+    if len(case.options.cuts) > 1:
+        for i in range(len(case.options.cuts)):
+            yield replace(case, options=replace(case.options, cuts=case.options.cuts[:i] + case.options.cuts[i + 1 :]))
+
+
+def _simpler_arrays(a: Array, case: Case, i: int) -> Iterator[Array]:
+    """A plain place in memory, fewer elements, float32."""
+    if not a.view.is_plain:
+        yield replace(a, view=View.plain(a.ndim))
+        if a.view.offset:
+            yield replace(a, view=replace(a.view, offset=0))
+        yield replace(a, view=View(a.view.order, (1,) * a.ndim, a.view.offset))
+        yield replace(a, view=View(tuple(range(a.ndim)), a.view.steps, a.view.offset))
+    values = a.values()
+    for axis in range(a.ndim):
+        for kept in _parts(a.shape[axis], _unit(case, a, axis)):
+            index: list[Any] = [slice(None)] * a.ndim
+            index[axis] = kept
+            yield a.with_values(values[tuple(index)], a.view)
+    if a.dtype in ("float16", "bfloat16"):
+        with np.errstate(all="ignore"):
+            yield replace(a.with_values(values.astype(np.float32), a.view), dtype="float32")
+
+
+def _unit(case: Case, a: Array, axis: int) -> int:
+    """What lengths along an axis are tried in: blocks along the quantized one."""
+    shift = case.options.stacked
+    along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
+    if axis != along:
+        return 1
+    target = case.options.target
+    lengths = (case.r.length_multiple, 16 if case.options.hadamard else 1, target.recipe.length_multiple if target else 1)
+    return lcm(*lengths)
+
+
+def _parts(n: int, unit: int) -> Iterator[slice]:
+    """Parts of a length: the first unit, halves, all but the last or first unit; in units, and in blocks of 16."""
+    for step in sorted({unit, 16 * (n > 16) or unit}):
+        half = n // 2 // step * step
+        for kept in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
+            if 0 < len(range(*kept.indices(n))) < n:
+                yield kept
+
+
+def _fewer_axes(case: Case) -> Iterator[Case]:
+    """Without an axis of length 1 that blocks do not run along."""
+    a, along = case.x, case.axis % case.x.ndim
+    for axis in range(a.ndim):
+        if a.shape[axis] == 1 and axis != along and a.ndim > 1:
+            smaller = a.with_values(np.squeeze(a.values(), axis))
+            yield replace(case, arrays=(smaller,), axis=along - (axis < along) - smaller.ndim)
+
+
+def _simpler_values(a: Array) -> Iterator[Array]:
+    """More zeros; of few values, some that are 1."""
+    values = a.values()
+    bits = bit_patterns(values).reshape(-1)
+    (nonzero,) = np.nonzero(bits)
+    size = len(nonzero)
+    while size:
+        for start in range(0, len(nonzero), size):
+            yield _with_bits(a, bits, nonzero[start : start + size], 0)
+        size //= 2
+    one = _ones(a, bits)
+    for i in nonzero[: FEW if len(nonzero) <= FEW else 0]:
+        if bits[i] != one[i]:
+            yield _with_bits(a, bits, np.array([i]), int(one[i]))
+
+
+def _ones(a: Array, bits: np.ndarray) -> np.ndarray:
+    """Ones where elements are not zero."""
+    return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
+
+
+def _with_bits(a: Array, bits: np.ndarray, at: np.ndarray, value: int) -> Array:
+    changed = bits.copy()
+    changed[at] = value
+    return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)

@@ -1,0 +1,1 @@
+"""Recorded outputs of the producers, and the comparison of recipes with them."""

@@ -1,0 +1,139 @@
+"""Recorded outputs of the producers (golden vectors): a directory of `<file>.npz`, one per producer.
+
+The keys of a file are `<input>/<variant>/<part>`; those of `inputs.npz` are the names of the inputs. A file is in its
+original form (numpy.savez) or packed (fp4kit/evidence/golden/packed.py); a directory may hold both. tools/pack_golden.py packs
+files; fp4kit/evidence/recorded/README.md says what the arrays are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.evidence.golden.packed import INPUTS, Array, is_packed, read_packed
+
+__all__ = ["RECORDED", "GoldenSet"]
+
+Arrays = Mapping[str, Array]
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+_OWN_INPUT = "/input/values"
+_BF16_SUFFIX = "__bf16"  # these inputs are stored as the uint16 bit patterns of bfloat16
+
+
+class GoldenSet:
+    """One set of recorded outputs and of the inputs that they were computed from; its arrays are read-only.
+
+    What a set does not hold is absent from `files`, `keys`, `inputs` and `variants`; only asking for it by name raises.
+    """
+
+    def __init__(self, path: Path, names: tuple[str, ...], read: Callable[[str], Arrays]) -> None:
+        self.path = path
+        self._names = names
+        self._read = read
+        self._arrays: dict[str, Arrays] = {}
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> GoldenSet:
+        """Open a directory of files, packed or original, or one file together with the `inputs.npz` beside it.
+
+        A file is read when something in it is first asked for, a packed file together with those it is stored as a difference to.
+
+        Raises:
+            FileNotFoundError: `path` is neither.
+        """
+        path = Path(path)
+        is_one = path.is_file() and path.suffix == ".npz"
+        directory = path.parent if is_one else path
+        files = (path, directory / f"{INPUTS}.npz") if is_one else directory.glob("*.npz")
+        names = tuple(sorted({file.stem for file in files if file.is_file()}))
+        if not names:
+            raise FileNotFoundError(
+                f"GoldenSet.open: {path} is neither a .npz file of recorded outputs nor a directory of them; {RECORDED} is one"
+            )
+        return cls(path, names, _Reader(directory))
+
+    @classmethod
+    def find(cls) -> GoldenSet:
+        """Open the set that the package carries: fp4kit/evidence/recorded."""
+        return cls.open(RECORDED)
+
+    def files(self) -> tuple[str, ...]:
+        """The names of the files of outputs, sorted, such as "te"."""
+        return tuple(name for name in self._names if name != INPUTS)
+
+    def keys(self, file: str) -> tuple[str, ...]:
+        """The keys of one file; none if the set has no such file."""
+        return tuple(self._file(file))
+
+    def get(self, file: str, key: str) -> Array:
+        """The array under `key` in `file`.
+
+        Raises:
+            KeyError: the set has no such file or key.
+        """
+        arrays = self._file(file)
+        if key not in arrays:
+            near = f"the file has {len(arrays)} keys" if arrays else f"files: {', '.join(self.files())}"
+            raise KeyError(f"GoldenSet.get: no {key!r} in {file!r} of {self.path}; {near}; see GoldenSet.keys")
+        return arrays[key]
+
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the inputs, such as "normal__bf16"."""
+        return self.keys(INPUTS)
+
+    def input(self, name: str, file: str = INPUTS) -> Array:
+        """One input, a float32, float16 or bfloat16 array; of a file that keeps one of its own as `<input>/input/values`, that.
+
+        Raises:
+            KeyError: the set has no such input.
+        """
+        own = name + _OWN_INPUT
+        array = self.get(file, own) if own in self.keys(file) else self.get(INPUTS, name)
+        return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
+
+    def variants(self, file: str) -> dict[str, tuple[str, ...]]:
+        """{variant: the inputs it was computed from} of one file.
+
+        Keys that do not begin with the name of an input, of all files or of this one, are left out.
+        """
+        own = (key.removesuffix(_OWN_INPUT) for key in self.keys(file) if key.endswith(_OWN_INPUT))
+        inputs = frozenset((*self.inputs(), *own))
+        found: dict[str, dict[str, None]] = {}
+        for key in self.keys(file):
+            name, _, rest = key.partition("/")
+            variant = rest.rpartition("/")[0]
+            if name in inputs and variant not in ("", "input"):
+                found.setdefault(variant, {})[name] = None
+        return {variant: tuple(names) for variant, names in found.items()}
+
+    def _file(self, name: str) -> Arrays:
+        if name not in self._arrays:
+            self._arrays[name] = self._read(name) if name in self._names else {}
+        return self._arrays[name]
+
+
+class _Reader:
+    """Read files of one directory by name; what a packed file refers to is read once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._arrays: dict[str, Arrays] = {}
+
+    def __call__(self, name: str) -> Arrays:
+        if name not in self._arrays:
+            path = self._directory / f"{name}.npz"
+            self._arrays[name] = read_packed(path, self) if is_packed(path) else _read_original(path)
+        return self._arrays[name]
+
+
+def _read_original(path: Path) -> dict[str, Array]:
+    with np.load(path, allow_pickle=False) as npz:
+        arrays = {key: npz[key] for key in npz.files}
+    for array in arrays.values():
+        array.flags.writeable = False
+    return arrays

@@ -1,0 +1,159 @@
+"""Which recipe must equal which recorded arrays: the table behind check and `fp4kit recipes --check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp4kit.evidence.golden.rows_serving import serving_rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """Variants of a file that a recipe must equal.
+
+    inputs: suffix that input names must have ("__bf16" where only that dtype is defined). block: another block size.
+    given: amaxes that the file supplies: "tensor" (global_amax or amax), "static" (and block_amax), "global_scale" (which is an
+    amax there), or "" (computed from x). widen: the producer takes float32 alone, to which inputs are cast.
+    decoded: values of the codes are compared, too. raw: how the file's own bytes are made, a key of stored.RAW.
+    options: further arguments of the call. skip: name of the exception, a key of SKIPS. columnwise_in_place: the file keeps
+    columnwise codes as (M, K) and their scales as (M/block, K). least_amax: what the file's global_amax is at least.
+    on_gpu: the variant of producers_h200 that has the arrays which differ on a GPU from those of the file.
+    values: parts that a fake row compares. least_scale: what the file's scale bytes are at least. searched: block amaxes are what
+    search_scales chooses, "by error", or "by hessian", those of the file for so many columns.
+    """
+
+    recipe: str
+    file: str
+    variant: str
+    inputs: str = ""
+    block: tuple[int, int] | None = None
+    given: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    skip: str = ""
+    columnwise_in_place: bool = False
+    fake: bool = False
+    widen: bool = False
+    decoded: bool = False
+    raw: str = ""
+    least_amax: float = 0.0
+    on_gpu: str = ""
+    values: tuple[str, ...] = ("output", "dequant")
+    least_scale: int = 0
+    searched: str = ""
+
+
+def _te_rows() -> Iterator[Row]:
+    pairs = (("nvfp4-te-reference", "nvfp4_1d"), ("nvfp4-te-reference-2d", "nvfp4_2d"), ("nvfp4-te", "cpp_nvfp4_1d"),
+             ("nvfp4-te-2d", "kern_primary_weight"), ("nvfp4-te-rowscaled", "nvfp4_1d_rowscaled"))  # fmt: skip
+    for name, variant in pairs:
+        yield Row(name, "te", variant)
+        yield Row(name, "te", f"{variant}_T", options={"axis": 0})
+    for variant, hadamard in (("nvfp4_1d_rht_T", True), ("nvfp4_1d_rht_nosign_T", "no_signs")):
+        yield Row("nvfp4-te-reference", "te", variant, inputs="__bf16", options={"axis": 0, "hadamard": hadamard})
+    for error in ("mae", "mse"):
+        for scale_max in (448, 256):
+            name, variant = f"nvfp4-te-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
+            yield Row(name, "te", f"nvfp4_1d_{variant}")
+            yield Row(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
+            yield Row(f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}")
+    yield Row("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
+    yield Row("mxfp4-te", "te", "mxfp4_1d_ref")
+    yield Row("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
+    for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
+        for shape, kind in (("1d", ""), ("2d", "-2d")):
+            yield Row(f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}")
+            yield Row(
+                f"mxfp8-te{suffix}{kind}", "te", f"cpp_mxfp8_{element}_{shape}_C", options={"axis": 0}, columnwise_in_place=True
+            )
+
+
+def _flashinfer_rows() -> Iterator[Row]:
+    for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
+        yield Row(name, "flashinfer", f"{variant}_linear", skip="uncertain")
+        yield Row(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
+        yield Row(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
+    yield Row("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
+
+
+def _modelopt_rows() -> Iterator[Row]:
+    yield Row("nvfp4-modelopt", "modelopt", "nvfp4")
+    yield Row("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given="tensor")
+    yield Row("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given="static")
+    yield Row("nvfp4-modelopt-static-4over6", "modelopt", "nvfp4_static_4over6", given="static")
+    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_mse_sweep", searched="by error")
+    yield Row("nvfp4-modelopt-mse", "modelopt_sweep_h200", "nvfp4_hessian_sweep", searched="by hessian")
+    yield Row("mxfp4-modelopt", "modelopt", "mxfp4", skip="nonfinite_block")
+    yield Row("mxfp8-modelopt", "modelopt", "mxfp8")
+    fakes = {
+        "fp8-modelopt": "fp8_per_tensor", "fp8-modelopt-channel": "fp8_axis0", "int8-modelopt": "int8_per_tensor",
+        "int8-modelopt-channel": "int8_per_channel_axis0", "int8-modelopt-channel-narrow": "int8_per_channel_axis0_narrow",
+        "int4-modelopt-channel": "int4_axis0", "int4-modelopt": "int4_block32",
+    }  # fmt: skip
+    for name, variant in fakes.items():
+        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True, skip="cpu_only_rows")
+        yield Row(name, "modelopt_fake", f"fake_{variant}_clip", given="tensor", fake=True)
+    for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
+        yield Row(name, "modelopt_fake", f"fake_{variant}", given="tensor", fake=True)
+    yield Row("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given="static", fake=True)
+    yield Row("mxfp4-modelopt-fake", "modelopt_fake", "fake_mxfp4", fake=True, skip="undefined")
+    yield Row("mxfp8-modelopt-fake", "modelopt_fake", "fake_mxfp8", fake=True, skip="undefined")
+
+
+def _torchao_rows() -> Iterator[Row]:
+    yield Row("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
+    yield Row("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
+    for mode in ("floor", "rceil", "ceil", "even"):
+        yield from _to_mx_rows(mode, "ao")
+        yield from _to_mx_rows(mode, "ao_018", "-018")
+
+
+def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[Row]:
+    """Rows of one mode of torchao's to_mx; release: the end of the ids of its recipes."""
+    name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
+    yield Row(name, file, f"mxfp4_{mode}", skip="nan_scale")
+    for size in (16, 64):
+        yield Row(name, file, f"mxfp4_{mode}_b{size}", block=(1, size), skip="nan_scale")
+    for element, suffix in (("e4m3", ""), ("e5m2", "-e5m2")):
+        yield Row(f"mxfp8-torchao-{mode}{suffix}{release}", file, f"mxfp8_{element}_{mode}", skip="nan_scale")
+    for element in ("e2m3", "e3m2") if mode in ("floor", "rceil") else ():
+        yield Row(f"mxfp6-torchao-{mode}-{element}{release}", file, f"mxfp6_{element}_{mode}", skip="nan_scale")
+
+
+def _other_rows() -> Iterator[Row]:
+    yield Row("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
+    for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
+        yield Row(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
+    for mode in ("nearest", "nearest_flush", "even", "floor"):
+        yield Row(f"mxfp4-microxcaling-{mode.replace('_', '-')}", "microxcaling", f"mxfp4_{mode}", fake=True)
+    for mode in ("nearest", "even"):
+        yield Row(f"mxfp8-microxcaling-{mode}", "microxcaling", f"mxfp8_e4m3_{mode}", fake=True)
+
+
+def _gguf_rows() -> Iterator[Row]:
+    for name in ("mxfp4", "nvfp4"):
+        yield Row(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
+    yield Row("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
+
+
+def _mlx_rows() -> Iterator[Row]:
+    for name in ("mxfp4", "mxfp8", "nvfp4"):
+        yield Row(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
+    for version in ("", "-0322"):  # which decode recorded codes alike: no scale of theirs is NaN
+        yield Row(f"nvfp4-mlx-cpu{version}-global", "mlx", "nvfp4_global", given="global_scale", decoded=True, raw="mlx")
+    for name in ("mxfp8", "nvfp4"):
+        yield Row(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
+    for name in ("mxfp4", "mxfp8"):
+        yield Row(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
+    yield Row("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")
+    yield Row("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
+    yield Row("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
+    yield Row("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
+    yield Row("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given="global_scale")
+
+
+ROWS: tuple[Row, ...] = (
+    *_te_rows(), *_flashinfer_rows(), *_modelopt_rows(), *_torchao_rows(), *_other_rows(),
+    *_gguf_rows(), *_mlx_rows(), *serving_rows(Row),
+)  # fmt: skip

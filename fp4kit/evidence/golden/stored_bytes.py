@@ -1,0 +1,66 @@
+"""What a row compares beside codes and scales: the bytes of the producer's files, and the values that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from fp4kit.layouts import pack_gguf, pack_mlx, unpack
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import ONE
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.blocks import block_amax
+from fp4kit.reference.codec import decode
+from fp4kit.reference.tensor_rules import tensor_scale
+
+RAW: dict[str, Callable[[Any], np.ndarray]] = {  # Row.raw: from a Quantized
+    "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
+    "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
+    "mlx": lambda q: pack_mlx(q.packed),
+}
+
+
+def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Of a Case: key, ours, recorded, and the mask of what is not compared."""
+    raw, values = case.part("raw"), case.part("dequant")
+    if case.row.raw and raw is not None:
+        yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
+    if case.row.decoded and values is not None:
+        yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
+    yield from _beside_codes(case)
+
+
+def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Of a Case, as stored_arrays: block amaxes that a search chooses, and the tensor's where it is there."""
+    amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
+    terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
+    if amax is not None:
+        yield case.key("global_amax"), case.ops.amax(case.x), amax, np.False_
+    yield case.key("block_amax"), case.ops.search_scales(case.x, case.recipe, **terms), case.part("block_amax"), np.False_
+
+
+def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """What stands for codes that are not all there, and for scales that no byte has."""
+    for part in ("scale_applied", "scale"):
+        if (applied := case.part(part)) is not None:
+            yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
+    if (values := case.part("values")) is not None:
+        yield case.key("values"), decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values)  # NaN has no code
+
+
+@np.errstate(all="ignore")
+def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """The scales of blocks (rows, blocks) that elements are divided by, whatever byte stands for them: of one level, float32."""
+    amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
+    rule = BLOCK_RULES[r.block_rule or ""]
+    factor = rule.factor(rule.code(amax, tensor, r, x.dtype), amax, tensor, r, x.dtype)
+    return factor if r.apply == "divide" else ONE / factor
+
+
+def unpack_fp6(packed: np.ndarray) -> np.ndarray:
+    """compressed-tensors' 6-bit packing, 4 codes in 3 bytes, little-endian -> uint8 codes."""
+    b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
+    word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
+    return (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63).astype(np.uint8).reshape(*packed.shape[:-1], -1)

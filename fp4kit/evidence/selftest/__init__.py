@@ -1,0 +1,1 @@
+"""Compare the engines of this machine with the specification."""

@@ -1,0 +1,233 @@
+"""The operations on a device against the NumPy specification, in every bit: what `fp4kit selftest` runs, as a list of tasks.
+
+A task compares what an Engine gives (CuPy arrays on a GPU; NumPy arrays for the host's fast engine) with what the specification
+gives for the same input, or with the recorded output of a producer. A NaN equals a NaN; every other value must agree in all its
+bits.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.evidence.engines import SPECIFICATION, Engine, Outcome, attempt, compare
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.draw import Pool
+from fp4kit.evidence.golden.check import Operations, check_bytes, check_row
+from fp4kit.evidence.golden.golden_set import GoldenSet
+from fp4kit.evidence.golden.result import Result
+from fp4kit.evidence.golden.rows import ROWS
+from fp4kit.evidence.selftest.all_float32 import STEP, SWEEPS, Sweep, differences
+from fp4kit.evidence.testing import adversarial_blocks
+from fp4kit.formats import FLOATS, unsigned
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.fake_quantize import fake_quantize
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+BF16 = FLOATS[2]
+QUICK = (
+    "nvfp4-te",
+    "nvfp4-te-2d",
+    "nvfp4-flashinfer",
+    "nvfp4-modelopt",
+    "mxfp4-ocp",
+    "mxfp4-flashinfer",
+    "mxfp8-te",
+    "fp8-modelopt",
+)
+SCALED = ("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-flashinfer", "nvfp4-modelopt", "mxfp8-te")
+
+
+class Task(NamedTuple):
+    """A comparison: the part of the table that it belongs to, what it compares, and the call that does it."""
+
+    part: str
+    name: str
+    run: Callable[[], Outcome]
+
+
+class Finished(NamedTuple):
+    """A task with its outcome and seconds; error: why it ended early, if it did."""
+
+    task: Task
+    outcome: Outcome
+    seconds: float
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.outcome.differing or self.error)
+
+
+# ---- inputs -------------------------------------------------------------------------------------------------------------
+
+
+def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Normal values whose size changes from row to row."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape, np.float32)
+    x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
+    return x.astype(dtype)
+
+
+def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
+    """Every bit pattern is as likely as any other; finite: infinities and NaN become zeros."""
+    x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
+    return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
+
+
+def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
+    """What every recipe is tried on: (rows, 512)."""
+    yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
+    yield "normal values", ordinary(dtype, (64, 512), 1)
+    yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
+    yield "random bits with NaN", random_bits(dtype, (64, 512), 3, finite=False)
+
+
+# ---- comparisons --------------------------------------------------------------------------------------------------------
+
+
+def recorded(engine: Engine, golden: GoldenSet, id: str) -> Outcome:
+    """Every recorded array of a recipe."""
+    ops, total = Operations.of(engine), Outcome()
+    for row in ROWS:
+        if row.recipe == id:
+            total += attempt(partial(_checked, check_row, row, golden, ops), f"{id}: {row.variant}")
+    return total + attempt(partial(_checked, check_bytes, id, golden, ops), f"{id}: bytes")
+
+
+def _checked(check: Callable[..., Result], *arguments: Any) -> Outcome:
+    result = check(*arguments)
+    first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
+    return Outcome(result.values, sum(d.differing for d in result.differences), first)
+
+
+def specification(engine: Engine, id: str, quick: bool) -> Outcome:
+    """quantize, dequantize and, unless quick, fake_quantize of each input in each dtype."""
+    total = Outcome()
+    for dtype in FLOATS:
+        for name, x in inputs(dtype):
+            what = f"{id} {name} {dtype}"
+            total += attempt(partial(round_trip, engine, x, RECIPES[id], what, (dtype,) if quick else FLOATS), what)
+            if not quick:
+                total += attempt(partial(_fake, engine, x, RECIPES[id], what), f"{what}: fake_quantize")
+    return total
+
+
+def round_trip(engine: Engine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any) -> Outcome:
+    """quantize, and dequantize of the result to each dtype of decoded."""
+    expected = SPECIFICATION.call(quantize, x, r, **options)
+    total = compare(engine.call(quantize, x, r, **options), expected, what)
+    for dtype in decoded:
+        values = SPECIFICATION.call(dequantize, expected, dtype)
+        total += compare(engine.call(dequantize, expected, dtype), values, f"{what} decoded to {dtype}")
+    return total
+
+
+def _fake(engine: Engine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
+    return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
+
+
+def fuzzed(engine: Engine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
+    """Drawn calls of recipes, and of variants with up to `changes` changed fields."""
+    return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
+
+
+def large(engine: Engine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
+    """Normal values, quantized and decoded."""
+    return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
+
+
+def every_bfloat16(engine: Engine, id: str) -> Outcome:
+    """All 65536 bfloat16 values in blocks beside a largest value that makes each reachable scale byte."""
+    r = RECIPES[id]
+    size = r.block_size
+    bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
+    total = Outcome()
+    for anchor in _anchors(r):
+        x = np.concatenate([bits.view(BF16), np.full((len(bits), 1), anchor, BF16)], axis=1)
+        options: dict[str, Any] = {} if r.tensor_scaling == "none" else {"tensor_amax": float(r.element.max * 448)}
+        expected = SPECIFICATION.call(quantize, x, r, **options)
+        total += compare(engine.call(quantize, x, r, **options), expected, f"{id} beside {anchor:g}")
+    return total
+
+
+def _anchors(r: Recipe) -> np.ndarray:
+    """float32: the value that a block's largest element must have, for each byte of the scale format."""
+    scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    if r.tensor_scaling != "none":
+        scale = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    values = scale.astype(np.float64) * r.element.max
+    return values[values <= ml_dtypes.finfo(BF16).max].astype(np.float32)
+
+
+def every_code(engine: Engine, id: str) -> Outcome:
+    """All 256 bytes of codes under all 256 bytes of scales, decoded to each dtype."""
+    r = RECIPES[id]
+    width = 256 * r.element.packing.codes
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], width // r.block_size, axis=1)
+    limit = None if r.tensor_scaling == "none" else np.array(3.7, np.float32)
+    q = Quantized(codes, scales, limit, limit, (256, width), FLOATS[0], -1, r)
+    total = Outcome()
+    for dtype in FLOATS:
+        found, expected = (one.call(dequantize, q, dtype) for one in (engine, SPECIFICATION))
+        total += compare(found, expected, f"{id}: every code as {dtype}")
+    return total
+
+
+def swept(engine: Engine, sweep: Sweep, quick: bool) -> Outcome:
+    """Every float32 of a sweep; if quick, one of many, and all that are near a change of code."""
+    return Outcome(*differences(engine.module, sweep, quick=quick))
+
+
+# ---- the plan -----------------------------------------------------------------------------------------------------------
+
+
+def plan(engine: Engine, golden: GoldenSet | None, quick: bool) -> list[Task]:
+    """All tasks, the long ones first. golden: None where there are no recorded outputs."""
+    with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
+    ids = QUICK if quick else with_codes
+    shape = (1024, 8192) if quick else (4096, 16384)
+    floats = f"every {STEP}st float32, all near a change" if quick else "every float32"
+    tasks = [Task(floats, sweep.name, partial(swept, engine, sweep, quick)) for sweep in SWEEPS]
+    for id in SCALED[:3] if quick else SCALED:
+        tasks.append(Task("every bfloat16 under every scale", id, partial(every_bfloat16, engine, id)))
+    for id in SCALED:
+        tasks.append(Task("every code under every scale", id, partial(every_code, engine, id)))
+    for id in QUICK:
+        for dtype in (BF16,) if quick else FLOATS:
+            tasks.append(Task("large random tensors", f"{id} {dtype}", partial(large, engine, id, dtype, shape)))
+    if golden is not None:
+        names = ids if quick else tuple(RECIPES)
+        tasks += [Task("recorded outputs of the producers", id, partial(recorded, engine, golden, id)) for id in names]
+    tasks += [Task("adversarial blocks and random bits", id, partial(specification, engine, id, quick)) for id in ids]
+    for seed in range(6 if quick else 20):
+        drawn = partial(fuzzed, engine, ids, seed, 8 if quick else 50, 0 if quick else 1)
+        tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", drawn))
+    return tasks
+
+
+def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
+    """Run tasks on several threads (kernels compile, and the specification computes, side by side); each as it finishes."""
+    with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
+        for future in as_completed([pool.submit(_finish, task) for task in tasks]):
+            yield future.result()
+
+
+def _finish(task: Task) -> Finished:
+    start = time.perf_counter()
+    try:
+        outcome, error = task.run(), ""
+    except Exception as caught:
+        outcome, error = Outcome(), f"{type(caught).__name__}: {caught}"
+    return Finished(task, outcome, time.perf_counter() - start, error)

@@ -1,0 +1,350 @@
+"""The specification as an engine: calls on NumPy arrays, matrix by matrix. It declines none.
+
+cuda.engine has the same functions for CuPy arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit import layouts
+from fp4kit.arithmetic import ieee
+from fp4kit.call.amaxes import is_per_expert, part_of, tensor_amax_shape
+from fp4kit.call.parse import Call, Options, quantize_call
+from fp4kit.call.search_scales import Search
+from fp4kit.host.search import search_call
+from fp4kit.layouts import swizzle_scales, unswizzle_scales
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.part_shapes import packed_shape, scale_shape
+from fp4kit.recipes.schema import Recipe, faking
+from fp4kit.reference import partial
+from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
+from fp4kit.reference.dequantize import dequantize_matrix
+from fp4kit.reference.fake import FAKE_RULES, clip_gradient
+from fp4kit.reference.implied_amax import encoding_scale, stored_tensor_scale
+from fp4kit.reference.matrices import stack
+from fp4kit.reference.quantize import Options as MatrixOptions
+from fp4kit.reference.quantize import encode_matrix, quantize_matrix
+from fp4kit.reference.quantize import tensor_amax as matrix_amax
+from fp4kit.reference.requantize import keep_codes
+from fp4kit.reference.search_factors import searched
+from fp4kit.reference.search_scales import search_matrix
+from fp4kit.reference.stochastic import Given, RandomBytes, Stream
+from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.transpose import transpose_codes, transpose_scales
+
+__all__ = [
+    "amax", "clip", "clip_amax", "dequantize", "fake_quantize", "pack", "partial_amax", "partial_cast", "plain_amax", "quantize",
+    "quantize_both", "quantize_with_scales", "requantize", "search_scales", "swizzle", "transpose", "unpack",
+]  # fmt: skip
+
+
+# ---- amaxes ---------------------------------------------------------------------------------------------------------------
+
+
+@np.errstate(all="ignore")
+def amax(call: Call) -> np.ndarray:
+    """amax of each block that shares a block scale; without blocks, what tensor scales are made from."""
+    if call.recipe.block is None:
+        return compute_tensor_amax(call.moved, call.recipe)
+    height, width = call.recipe.block
+    *lead, K = call.moved.shape
+    shape = (*lead[:-1], -(-lead[-1] // height), K // width) if lead else (K // width,)
+    out = np.zeros(shape, np.float32)
+    if not out.size:
+        return out
+    matrices = stack(call.moved, call.recipe)
+    flat = out.reshape(len(matrices), -1, K // width)
+    for i, matrix in enumerate(matrices):
+        for rows, columns in tiles(matrix.shape, call.recipe.block):
+            target = flat[i][rows.start // height : -(-rows.stop // height), columns.start // width : columns.stop // width]
+            target[...] = block_amax(np.ascontiguousarray(matrix[rows, columns], np.float32), call.recipe)
+    return out
+
+
+@np.errstate(all="ignore")
+def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
+    """Largest |x|, of all or along axes, NaN where there is one."""
+    if axis is not None:
+        return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
+    chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
+    return np.asarray(np.max([np.max(np.abs(chunk), initial=0) for chunk in chunks] or [0]), np.float32)
+
+
+@ieee("amax")
+def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
+    """amax that the tensor scale needs, in its canonical shape: float32 (), one per row, or one per block. "none" as "tensor"."""
+    shape = tensor_amax_shape(moved.shape, r)
+    if moved.size == 0:
+        return np.zeros(shape, np.float32)
+    parts = np.stack([matrix_amax(matrix, r, mask) for matrix in stack(moved, r)])
+    if r.tensor_scaling in ("none", "tensor"):
+        parts = (np.max if r.amax_nan == "propagate" else np.fmax.reduce)(parts)
+    return np.asarray(parts, np.float32).reshape(shape)
+
+
+class Matrices(NamedTuple):
+    """What does a whole array, or one matrix: the specification, or an engine that uses the rest of this."""
+
+    tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
+    quantize: Callable[..., None] = quantize_matrix
+    encode: Callable[..., None] = encode_matrix
+    dequantize: Callable[..., None] = dequantize_matrix
+    search: Callable[..., None] = search_matrix
+    searched: Callable[..., Call] = searched
+
+
+def _tensor_amax(call: Call, by: Matrices) -> np.ndarray | None:
+    """The tensor_amax of a call, given or computed; None for recipes without a tensor scale."""
+    if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
+        return call.tensor_amax
+    return by.tensor_amax(call.moved, call.recipe, call.mask)
+
+
+def search_scales(search: Search, by: Matrices = Matrices()) -> np.ndarray:  # noqa: B008  (a tuple)
+    """Block amaxes of least loss, float32 (..., M, K / block); tensor amaxes where there are no block scales."""
+    return search_call(search, _tensor_amax(search.call, by), by.search, fake_quantize)
+
+
+# ---- codes ----------------------------------------------------------------------------------------------------------------
+
+
+def quantize(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
+    """Codes and scales of call.moved, into call.out or a new Quantized."""
+    amax, r = _tensor_amax(call, by), call.recipe
+    call = by.searched(call, amax)
+    packed, scales = _direct_outputs(call)
+    if call.x.size:
+        _quantize_matrices(call, amax, packed, scales, by)
+    swizzled = None if scales is None else swizzle_scales(scales, call.layout)
+    decode_scale = None if amax is None else np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
+    if call.out is None:
+        return Quantized(packed, swizzled, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    out = call.out
+    for target, part in ((out.packed, packed), (out.block_scale, swizzled)):
+        if part is not None and part is not target:
+            target[...] = part
+    for target, part in ((out.tensor_scale, decode_scale), (out.tensor_amax, amax)):
+        if part is not None:
+            target[...] = part
+    return out
+
+
+def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
+    """quantize of the rowwise and of the columnwise call."""
+    return quantize(row), quantize(column)
+
+
+def quantize_with_scales(call: Call, by: Matrices = Matrices()) -> Quantized:  # noqa: B008  (a tuple)
+    """Codes of call.moved under the scales that are given, which the result has, too; into call.out or a new Quantized."""
+    out, r = call.out, call.recipe
+    direct = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and direct else np.empty(packed_shape(call.moved.shape, r), np.uint8)
+    if call.x.size:
+        _encode_matrices(call, packed, by)
+    scales, tensor = call.block_scale, call.tensor_scale
+    if out is None:
+        scales, tensor = (None if a is None else a.copy() for a in (scales, tensor))
+        return Quantized(packed, scales, tensor, None, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    for target, part in ((out.packed, packed), (out.block_scale, scales), (out.tensor_scale, tensor)):
+        if part is not None and part is not target:
+            target[...] = part
+    return out
+
+
+def _encode_matrices(call: Call, packed: np.ndarray, by: Matrices) -> None:
+    r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
+    x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
+    B, M, K = x.shape
+    codes, tensor = packed.reshape(B, M, -1), encoding_scale(call.tensor_scale, r, call.x.dtype)
+    scales = None if r.scale is None else unswizzle_scales(call.block_scale, call.layout, shape).reshape(B, M, -1)
+    for i, matrix in enumerate(x):
+        part = TensorScale(*(part_of(np.asarray(p), r, i, (B, M)) for p in tensor))
+        options = MatrixOptions(None, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        by.encode(matrix, r, part, None if scales is None else scales[i], codes[i], options)
+
+
+def _direct_outputs(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
+    """Arrays for codes and linear block scales: those of out where they can be written directly, else new ones."""
+    out, shape, r = call.out, call.moved.shape, call.recipe
+    direct = out is not None and out.packed.flags.c_contiguous
+    packed = out.packed if out is not None and direct else np.empty(packed_shape(shape, r), np.uint8)
+    if r.scale is None:
+        return packed, None
+    direct = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
+    return packed, out.block_scale if out is not None and direct else np.empty(scale_shape(shape, r), np.uint8)
+
+
+def _quantize_matrices(
+    call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, by: Matrices
+) -> None:
+    r = call.recipe
+    x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
+    B, M, K = x.shape
+    codes = packed.reshape(B, M, -1)
+    scale_rows, blocks_of = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
+    for i, matrix in enumerate(x):
+        blocks = None if blocks_of is None else blocks_of[i][:: r.block_rows]
+        options = MatrixOptions(blocks, _random_bytes(call.random, r, i, (M, K)), call.mask)
+        out_scales = None if scale_rows is None else scale_rows[i]
+        by.quantize(matrix, r, part_of(amax, r, i, (B, M)), codes[i], out_scales, options)
+
+
+def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
+    """Random bytes of a tile of matrix i: cut from the given ones, or from the counter-based stream."""
+    if random is None:
+        return None
+    if isinstance(random, np.ndarray):
+        return Given(stack(random, r, True)[i])
+    return Stream(random, i * prod(shape), shape[1])
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------------
+
+
+def dequantize(
+    q: Quantized, dtype: np.dtype, out: np.ndarray | None = None, by: Matrices = Matrices()  # noqa: B008  (a tuple)
+) -> np.ndarray:
+    """Values of q, rounded to dtype; in out, or a new array."""
+    direct = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
+    moved = out if out is not None and direct else np.empty(q.moved_shape, dtype)
+    if moved.size:
+        _dequantize_matrices(q, moved, by)
+    values = np.moveaxis(moved, -1, q.axis)
+    if out is None or direct:
+        return values if out is None else out
+    out[...] = values
+    return out
+
+
+def _dequantize_matrices(q: Quantized, moved: np.ndarray, by: Matrices) -> None:
+    M, K = (1, *q.moved_shape)[-2:]
+    B = moved.size // (M * K)
+    packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
+    scales = None if q.block_scale is None else unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+    tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
+    for i in range(B):
+        part = TensorScale(*(part_of(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
+        by.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
+
+
+def requantize(q: Quantized, target: Recipe, by: Matrices = Matrices()) -> tuple[Quantized, int]:  # noqa: B008  (a tuple)
+    """q by another recipe, with its codes where they can be kept; and how many values are not the same."""
+    values, result = dequantize(q, np.dtype(np.float32), by=by), keep_codes(q, target)
+    if result is None:
+        call = quantize_call("requantize", values, target, q.axis, Options(q.scale_layout))
+        result = replace(quantize(call, by), dtype=q.dtype)
+    found = dequantize(result, np.dtype(np.float32), by=by)
+    same = (values.view(np.uint32) == found.view(np.uint32)) | (np.isnan(values) & np.isnan(found))
+    return result, int(same.size - np.count_nonzero(same))
+
+
+def fake_quantize(call: Call) -> np.ndarray:
+    """Values of the recipe's fake_rule; without one, of the codes."""
+    if call.recipe.fake_rule is None:
+        return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
+    amax, r = _tensor_amax(call, Matrices()), call.recipe
+    moved = np.empty(call.moved.shape, call.x.dtype)
+    if moved.size:
+        x = stack(call.moved, r, is_per_expert(amax, r))
+        values = moved.reshape(x.shape)
+        blocks = None if call.block_amax is None else call.block_amax.reshape(*x.shape[:2], -1)
+        for i, matrix in enumerate(x):
+            part = part_of(amax, r, i, (x.shape[0], x.shape[1]))
+            _fake_matrix(matrix, r, part, None if blocks is None else blocks[i], values[i])
+    return np.moveaxis(moved, -1, call.axis)
+
+
+def _fake_matrix(x: np.ndarray, r: Recipe, amax: np.ndarray | None, blocks: np.ndarray | None, values: np.ndarray) -> None:
+    """Values of a matrix by r.fake_rule, into values."""
+    tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
+    for rows, columns in tiles(x.shape, r.block):
+        tile = np.ascontiguousarray(x[rows, columns], np.float32)
+        cut = slice(columns.start // size, columns.stop // size)
+        given = None if blocks is None else blocks[rows, cut]
+        with np.errstate(all="ignore"):
+            y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, given, x.dtype)
+            values[rows, columns] = y.astype(x.dtype)
+
+
+def clip_amax(call: Call) -> np.ndarray:
+    """What fake_quantize_backward clips at without an amax: what the recipe's tensor scale covers, or the whole array."""
+    return compute_tensor_amax(call.moved, call.recipe)
+
+
+def clip(call: Call, amax: np.ndarray) -> np.ndarray:
+    """call.grad where |call.x| <= amax, else 0. amax: (1, 1), (rows, 1) or (rows, blocks), rows = all leading axes joined."""
+    grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
+    x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
+    out = np.empty(call.moved.shape, grad.dtype)
+    result = out.reshape(x.shape)
+    for i, matrix in enumerate(x):
+        part = amax if len(amax) == 1 else amax[i * M : (i + 1) * M]
+        for rows, columns in tiles((M, K), call.recipe.block):
+            limit = part if len(part) == 1 else part[rows]
+            if limit.shape[1] > 1:
+                size = K // limit.shape[1]
+                limit = np.repeat(limit[:, columns.start // size : columns.stop // size], size, axis=1)
+            result[i][rows, columns] = clip_gradient(g[i][rows, columns], matrix[rows, columns], limit)
+    return np.moveaxis(out, -1, call.axis)
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------------
+
+
+def transpose(
+    packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of q transposed: of the last two axes of q.moved_shape."""
+    *lead, M, K = q.moved_shape
+    B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
+    packed = packed.reshape(B, M, packed.shape[-1])
+    scales = unswizzle_scales(scales, q.scale_layout, q.scale_shape).reshape(B, M, K // size)
+    codes = np.empty((B, *packed_shape((K, M), q.recipe)), np.uint8)
+    linear = np.empty((B, *scale_shape((K, M), q.recipe)), np.uint8)
+    for i in range(B):
+        codes[i] = codes_of(packed[i], q.recipe.element.packing)
+        linear[i] = transpose_scales(scales[i], size)
+    linear = linear.reshape(scale_shape(shape, q.recipe))
+    return codes.reshape(packed_shape(shape, q.recipe)), swizzle_scales(linear, q.scale_layout)
+
+
+def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Scales whose linear shape (..., R, C) is `shape`, from one layout to another."""
+    return swizzle_scales(unswizzle_scales(scales, source, shape), target)
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """4-bit codes, two a byte."""
+    if codes.size and codes.max() > 15:
+        raise ValueError(f"pack: the largest code is {codes.max()}; 4-bit codes are 0 to 15")
+    return layouts.pack(codes)
+
+
+unpack = layouts.unpack
+
+
+# ---- shards ---------------------------------------------------------------------------------------------------------------
+
+partial_amax = partial.partial_amax
+
+
+def partial_cast(
+    shard: np.ndarray,
+    out: np.ndarray,
+    block_amax: np.ndarray,
+    shape: tuple[int, int],
+    start: int,
+    r: Recipe,
+    amax: Any,
+    cast: Callable[..., None] = partial.partial_cast,
+) -> None:
+    """Codes of a shard into out. amax: the tensor's, given; None for the largest of block_amax."""
+    if r.tensor_scaling != "none" and amax is None:
+        amax = np.max(block_amax, initial=np.float32(0))
+    cast(shard, out, block_amax, shape, start, r, amax)

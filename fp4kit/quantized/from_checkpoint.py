@@ -1,0 +1,179 @@
+"""Tensors of checkpoints as the parts of a Quantized: the dtypes, orders and directions that files and loaders have.
+
+Nothing is copied but what must change: codes one a byte of 4 bits, swapped nibbles, tensor scales that divide or are no float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import check_tensor, import_arrays, making_current, to_device
+from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT8
+from fp4kit.layouts import pack
+from fp4kit.quantized.part_shapes import check_codes, fitting_shape
+from fp4kit.recipes import Recipe
+
+# dtypes of one number a byte that say a format; uint8 and int8 hold the bits of any.
+DTYPES = {
+    E2M1: "float4_e2m1fn", E2M3: "float6_e2m3fn", E3M2: "float6_e3m2fn", E4M3: "float8_e4m3fn", E5M2: "float8_e5m2",
+    E8M0: "float8_e8m0fnu", INT4: "int4", INT8: "int8",
+}  # fmt: skip
+_PAIRS = {E2M1: "float4_e2m1fn_x2"}  # and of two numbers a byte
+_BYTES = ("uint8", "int8")
+
+
+class Stored(NamedTuple):
+    """An imported array, and the name of the dtype that it had in its library."""
+
+    array: Any
+    dtype: str
+
+
+def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
+    """The arrays without a copy, NumPy's or CuPy's, all of one device; None stays, a Python float becomes NumPy's float64.
+
+    A PyTorch tensor of one byte an element is taken as its bytes: not every PyTorch, and no CuPy, exports the narrow floats.
+    """
+    names = [name for name, a in named.items() if a is not None and type(a) is not float]
+    found = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
+    arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(zip(names, found, strict=True))
+    return {name: Stored(arrays[name], _dtype_name(a, arrays[name])) if name in arrays else None for name, a in named.items()}
+
+
+def _is_tensor(a: Any) -> bool:
+    return hasattr(a, "data_ptr") and "torch" in sys.modules
+
+
+def _dtype_name(a: Any, imported: Any) -> str:
+    return str(a.dtype).removeprefix("torch.") if _is_tensor(a) else imported.dtype.name
+
+
+def _bytes_of_tensor(a: Any, name: str) -> Any:
+    if not _is_tensor(a) or a.element_size() != 1:
+        return a
+    check_tensor(a, name)
+    return a.view(sys.modules["torch"].uint8)
+
+
+def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
+    """The codes as a Quantized holds them: uint8, two of 4 bits a byte, the even element in the low nibble.
+
+    Raises TypeError for a dtype of another format; ValueError for an odd number of codes one a byte, for high_nibble_first where
+    no codes share a byte and, on the host, for codes of more bits than the format has.
+    """
+    if stored is None:
+        raise TypeError(f"{op}: packed is None; needs the codes")
+    fmt = recipe.element
+    one, pair = DTYPES.get(fmt), _PAIRS.get(fmt)
+    shared = fmt.packing.codes > 1
+    if stored.dtype not in (one, *_BYTES, *([pair] if pair else [])):
+        usable = " or ".join(filter(None, (one, pair, *_BYTES)))
+        raise TypeError(f"{op}: packed is {stored.dtype}; {recipe.id} has elements of {fmt}; needs {usable}")
+    if not stored.array.ndim:
+        raise ValueError(f"{op}: packed is 0-d; needs at least one axis")
+    alone = not shared or (stored.dtype == one)
+    if alone and high_nibble_first:
+        raise ValueError(f"{op}: high_nibble_first is True, and packed holds one code a byte; leave it out")
+    bits = _bits(stored.array)
+    if stored.dtype == one:
+        bits = bits if fmt.bits == 8 else bits & np.uint8(2**fmt.bits - 1)
+        return _packed(op, bits) if shared else bits
+    check_codes(op, bits, fmt)
+    return bits << np.uint8(4) | bits >> np.uint8(4) if high_nibble_first else bits
+
+
+def _packed(op: str, codes: Any) -> Any:
+    if codes.shape[-1] % 2:
+        raise ValueError(f"{op}: packed holds {codes.shape[-1]} codes along its last axis; two share a byte, so it must be even")
+    return pack(codes)
+
+
+def _bits(array: Any) -> Any:
+    return array if array.dtype == np.uint8 else array.view(np.uint8)
+
+
+def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
+    """Block scales as uint8 bit patterns; of any shape with the elements of `shape`, in a swizzled layout.
+
+    shape: what the layout needs, padding included; None to leave it to the check of a Quantized.
+    Raises TypeError for a dtype of another format.
+    """
+    if stored is None or recipe.scale is None:
+        return stored and stored.array
+    wanted = DTYPES[recipe.scale]
+    if stored.dtype not in (wanted, *_BYTES):
+        raise TypeError(
+            f"{op}: block_scale is {stored.dtype}; {recipe.id} has block scales of {recipe.scale}; "
+            f"needs {wanted}, or uint8 or int8 of their bits; name the recipe that made them"
+        )
+    bits = _bits(stored.array)
+    fits = shape is not None and bits.shape != shape and bits.size == _size(shape)
+    return bits.reshape(shape) if fits else bits
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple[int, ...], ...], divides: bool) -> Any:
+    """A tensor scale that multiplies on decode: float32, where packed is, in the one of `shapes` that it fits (fitting_shape).
+
+    given: float32, or another float whose numbers are float32s. divides: 1 / given, one rn division; both by way of the host.
+    Raises TypeError for a dtype that is no float; ValueError for a number that is no float32 and, where it divides, 0 or None.
+    """
+    if given is None:
+        if divides:
+            raise ValueError(f"{op}: tensor_scale_divides is True, and tensor_scale None; leave it out")
+        return None
+    scale = given.array
+    if scale.dtype != np.float32 or divides:
+        host = _exact(op, scale if isinstance(scale, np.ndarray) else scale.get())
+        scale = _like(packed, _reciprocal(op, host) if divides else host)
+    shape = fitting_shape(scale.shape, shapes)
+    return scale if shape in (None, scale.shape) else scale.reshape(shape)
+
+
+def _like(array: Any, host: np.ndarray) -> Any:
+    """A NumPy array where `array` is: itself, or a copy on a CuPy array's device."""
+    if isinstance(array, np.ndarray):
+        return host
+    with making_current(array.device.id):
+        return to_device(host)
+
+
+@ieee("from_parts")
+def _exact(op: str, scale: np.ndarray) -> np.ndarray:
+    if scale.dtype not in (*FLOATS, np.float64):
+        raise TypeError(f"{op}: tensor_scale is {scale.dtype}; needs float32, or another float with the same numbers")
+    with np.errstate(all="ignore"):
+        exact = scale.astype(np.float32)
+        lost = (exact != scale) & ~np.isnan(scale)
+    if lost.any():
+        raise ValueError(
+            f"{op}: tensor_scale holds {float(scale[lost][0])!r}, which is no float32; needs the number of the file, "
+            f"or round it with np.float32(tensor_scale)"
+        )
+    return exact
+
+
+@ieee("from_parts")
+def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
+    if (scale == 0).any():
+        raise ValueError(f"{op}: tensor_scale holds 0, and tensor_scale_divides; needs positive numbers")
+    with np.errstate(all="ignore"):
+        return np.asarray(np.float32(1) / scale)
+
+
+def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
+    """The shape of x, from that of its codes: whose last axis is the one along which blocks run."""
+    ndim = packed.ndim
+    if not -ndim <= axis < ndim:
+        raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+    *lead, last = packed.shape
+    packing = recipe.element.packing
+    lead.insert(axis % ndim, last // packing.bytes * packing.codes)
+    return tuple(lead)

@@ -1,0 +1,150 @@
+"""Pieces and copies of a Quantized: boxes, rows, its copy on the host; and whether two are the same in every bit."""
+
+from __future__ import annotations
+
+import sys
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.arrays import imports, jax_arrays, torch_arrays
+from fp4kit.arrays.returns import TORCH, library_of
+from fp4kit.formats import bit_patterns
+from fp4kit.layouts import padded_shape, tile_rows
+from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
+
+
+def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
+    """A box of a Quantized, in the shape of the box and without copies.
+
+    box: a slice with start and stop for every axis of x, cut between blocks; of swizzled scales, whole tiles of rows.
+    """
+    *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
+    r = q.recipe
+    blocks = slice(last.start // r.block_size, last.stop // r.block_size)
+    bytes_ = slice(*map(r.element.packing.length, (last.start, last.stop)))
+    covered = {"tensor": tuple(lead[:1]), "row": tuple(lead), "block": (*lead, blocks)}
+
+    def cut(a: Any) -> Any:  # () is of all
+        return a if a is None or not a.ndim else a[covered[r.tensor_scaling]]
+
+    scales = None if q.block_scale is None else q.block_scale[_in_layout(q, (*lead, blocks))]
+    shape = tuple(part.stop - part.start for part in box)
+    packed, scale, amax = q.packed[(*lead, bytes_)], cut(q.tensor_scale), cut(q.tensor_amax)
+    return Quantized(packed, scales, scale, amax, shape, q.dtype, q.axis, r, q.scale_layout)
+
+
+def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """Where scales of whole rows of tiles lie: a tile's bytes fill as many rows of the padded array as it has."""
+    if q.scale_layout == "linear":
+        return index
+    *lead, rows, _ = index
+    padded = padded_shape((rows.stop, 1), q.scale_layout)[0]
+    return (*lead, slice(rows.start, padded), slice(None))
+
+
+def rows_of(q: Quantized, rows: Any) -> Quantized:
+    """q[start:stop]: see Quantized.__getitem__."""
+    if not isinstance(rows, slice):
+        raise TypeError(f"Quantized: q[{rows!r}] is no slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]")
+    if rows.step not in (None, 1):
+        raise ValueError(f"Quantized: the slice has a step of {rows.step}; needs neighbouring rows; quantize x[::{rows.step}]")
+    for edge in (rows.start, rows.stop):
+        if edge is not None:
+            as_index("Quantized", "an end of the slice", edge)
+    start, stop, _ = rows.indices(len(q))
+    if (start, stop) == (0, len(q)):
+        return q
+    stop = max(start, stop)
+    _check_edges(q, start, stop)
+    return box_of(q, (slice(start, stop), *(slice(0, n) for n in q.shape[1:])))
+
+
+def _multiple(q: Quantized) -> int:
+    """Where the first axis of x may be cut."""
+    if q.axis == 0:
+        return q.recipe.length_multiple
+    return q.recipe.block_rows if len(q.shape) == 2 else 1
+
+
+def _check_edges(q: Quantized, start: int, stop: int) -> None:
+    """Raise ValueError unless a slice of the first axis is of whole blocks, and of whole tiles of swizzled scales."""
+    blocks = _multiple(q)
+    inside = [edge for edge in (start, stop) if edge != len(q)]
+    if any(edge % blocks for edge in inside):
+        raise ValueError(f"Quantized: q[{start}:{stop}] cuts blocks of {blocks}; needs multiples of {blocks}, or the end")
+    if q.block_scale is None or q.scale_layout == "linear" or (len(q.shape) > 2 and q.axis):
+        return
+    tile = lcm(tile_rows(q.scale_layout), blocks)
+    if q.axis == 0 or any(edge % tile for edge in inside):
+        needed = "the rows of x" if q.axis == 0 else f"multiples of {tile}"
+        raise ValueError(
+            f"Quantized: q[{start}:{stop}] cuts tiles of {q.scale_layout} scales, which take {needed}; "
+            f"cut linear ones: fp4kit.unswizzle(q)[{start}:{stop}]"
+        )
+
+
+def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
+    """The same with NumPy arrays: what is on a GPU is copied, which waits for the device. q itself where they are NumPy's."""
+    q = q.imported(op)
+    return q if isinstance(q.packed, np.ndarray) else q.with_parts(lambda array: array.get())
+
+
+def same_bits(a: Quantized, b: Any) -> bool:
+    """a.equals(b): see Quantized.equals."""
+    if not isinstance(b, Quantized):
+        raise TypeError(f"equals: other is {type(b).__name__}; needs a Quantized; fp4kit.compare takes arrays of values too")
+    if any(getattr(a, name) != getattr(b, name) for name in FACTS):
+        return False
+    a, b = on_host(a, "equals"), on_host(b, "equals")
+    return all(_same(getattr(a, name), getattr(b, name)) for name in PARTS)
+
+
+def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))
+
+
+def moved_to(q: Quantized, target: Any) -> Quantized:
+    """q.to(target): see Quantized.to."""
+    name, _, number = str(target).partition(":")
+    if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (number and (name != "cuda" or not number.isdigit())):
+        needed = "'numpy', 'cupy', 'torch', 'jax', or a device such as 'cpu' or 'cuda:0'"
+        raise ValueError(f"Quantized: to({target!r}); needs {needed}")
+    if name in ("cpu", "cuda") and library_of(q.packed) is TORCH:
+        return q.with_parts(lambda tensor: tensor.to(str(target)))
+    if name in ("torch", "jax"):
+        return _given_to(q.imported(), name)
+    found = on_host(q) if name in ("numpy", "cpu") else _on_gpu(q.imported(), int(number) if number else None)
+    return found
+
+
+def _given_to(q: Quantized, name: str) -> Quantized:
+    """Of NumPy or CuPy arrays, with those of a library that is imported."""
+    if name not in sys.modules:
+        raise RuntimeError(f"Quantized: to({name!r}) needs {name}, which is not imported here; import {name} before")
+    return q.with_parts(torch_arrays.tensor_of if name == "torch" else jax_arrays.array_of)
+
+
+def _on_gpu(q: Quantized, device: int | None) -> Quantized:
+    """With CuPy's arrays, on the device that they are on, that is named, or that is current."""
+    cupy, there = imports.cupy(), not isinstance(q.packed, np.ndarray)
+    if there and device in (None, q.packed.device.id):
+        return q
+    with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if device is None else device):
+        return q.with_parts(cupy.array if there else imports.to_device)
+
+
+def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays of q that are there; and their names with all that is no array: hashable, and equal where it means the same."""
+    names = tuple(name for name in PARTS if getattr(q, name) is not None)
+    return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
+
+
+def unflatten(arrays: Any, facts: Any) -> Quantized:
+    """Inverse of flatten. Nothing is checked: a tracer's arrays, and what a tree library has in their places, hold no values."""
+    names, *values = facts
+    return assembled({**dict.fromkeys(PARTS), **dict(zip((*names, *FACTS), (*arrays, *values), strict=True))})

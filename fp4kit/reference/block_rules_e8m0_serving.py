@@ -1,0 +1,234 @@
+"""Block rules of E8M0 scales: vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix.
+
+What a rule is: block_rules.py. T(.) rounds to the dtype of the elements, in which several of these producers compute.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fp4kit.formats import E8M0
+from fp4kit.recipes import Recipe
+from fp4kit.reference.arith import ONE, ZERO, log2
+from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_reciprocal, qwix_scale
+from fp4kit.reference.codec import decode
+from fp4kit.reference.tensor_rules import TensorScale, round_to
+from fp4kit.rounding import exponent_field
+
+NAN = np.float32(np.nan)
+QUARK_ZERO = np.float32(2.0**-23)  # stands for a scale of 0: the machine epsilon of float32
+
+
+def _clipped(exponent: np.ndarray) -> np.ndarray:
+    """Codes of 2^exponent, exponents as floats; 0 for NaN."""
+    return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
+
+
+# ---- from the bits of the amax ------------------------------------------------------------------------------------------
+
+
+def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Exponent field of amax rounded to the mantissa of the element, minus emax: int32; 255 where that is full, or of any NaN."""
+    bits = np.asarray(amax, np.float32).view(np.int32)
+    field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
+    return np.where((field == 255) | np.isnan(amax), 255, field - recipe.element.emax)
+
+
+def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """e8m0_even, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
+    return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
+
+
+def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """e8m0_even_finite, at least 1: 2^-127 is stored as 2^-126. NaN -> 127. Source: Quark even_round, real quantization."""
+    return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
+
+
+def factor_e8m0_quark_even(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """2^(127 - code), 2^127 where the code stands for 2^-127; NaN for NaN."""
+    is_least = (codes == 1) & (_even_exponent(amax, recipe) < 1)
+    return np.where(np.isnan(amax), NAN, np.where(is_least, np.float32(2.0**127), inverse_e8m0(codes)))
+
+
+def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """amax / max up to a power of two, at least 2^-126: 0 for 0 alone. inf -> 255, NaN -> 0. Source: triton_kernels mxfp.py."""
+    return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
+
+
+def factor_e8m0_triton_up(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """2^(127 - code); 0 for codes 0 and 255: their elements are zeros, infinities become NaN."""
+    return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
+
+
+def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """amax / max down to a power of two, below 2^-126 to 0. inf and NaN -> 255. Source: triton_kernels mxfp.py, ROUND_DOWN."""
+    return exponent_field(amax / recipe.element.max).astype(np.uint8)
+
+
+factor_e8m0_triton_down = factor_e8m0_triton_up
+
+
+def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """e8m0_triton_up: the byte wraps for NaN. Source: fouroversix quantize_to_mxfp4, static_6."""
+    return code_e8m0_triton_up(amax, tensor, recipe, dtype)
+
+
+def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """The same of amax / 4. Source: its static_4."""
+    return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
+
+
+def factor_e8m0_fouroversix(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """2^(127 - code), 0 for 255; NaN for 0, as zeros are divided by 0 there."""
+    return np.where(codes == 0, NAN, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
+
+
+factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
+
+
+def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """e8m0_even_finite, whose elements under 2^-127 are zeros: a GPU flushes that. Source: vLLM downcast_to_mxfp (Triton)."""
+    return code_e8m0_even_finite(amax, tensor, recipe, dtype)
+
+
+factor_e8m0_even_normal = factor_e8m0_triton_up
+
+
+def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """max(amax, 1e-4) / max up to a power of two, at most 2^127. Source: DeepGEMM utils/math.py ceil_to_ue8m0."""
+    return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
+
+
+# ---- by a logarithm, in float32 or in the dtype of the elements -----------------------------------------------------------
+
+
+def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
+    """Codes of exponents; at_zero for blocks of zeros; 0, as NaN is cast, where amax is not finite."""
+    codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
+    return np.where(np.isfinite(amax), codes, np.uint8(0))
+
+
+def _auto_round_factor(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(127 - code), NaN where amax is not finite."""
+    return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
+
+
+def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(floor(log2(amax)) - emax) with a float32 log2, 0 -> 2^(1 - emax). Source: auto-round data_type/mxfp.py quant_mx."""
+    return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
+
+
+def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^ceil(log2(amax / max)) with a float32 log2, 0 -> 2. Source: auto-round quant_mx_rceil."""
+    return _auto_round(np.ceil(log2(amax / recipe.element.max)), amax, 1)
+
+
+def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^ceil(log2(amax / 7.25)) with a float32 log2, 0 -> 2. Source: auto-round quant_mx_rceil_v2."""
+    return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
+
+
+factor_e8m0_auto_round = _auto_round_factor
+
+
+def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """2^(127 - code); NaN where amax is not finite, and where the ratio of an amax above 0 underflows: its log2 is -inf."""
+    return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
+
+
+def factor_e8m0_auto_round_rceil(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """_auto_round_up_factor of amax / max."""
+    return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
+
+
+def factor_e8m0_auto_round_rceil_v2(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """_auto_round_up_factor of amax / 7.25."""
+    return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
+
+
+def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
+    """s = T(2^(rounded(T(log2(amax))) - emax)), 2^-23 for what T makes 0; amax where it is not finite."""
+    is_finite = np.isfinite(amax)
+    exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
+    with np.errstate(all="ignore"):
+        scale = round_to(np.ldexp(ONE, exponent - recipe.element.emax), dtype)
+    return np.where(is_finite, np.where(scale == 0, QUARK_ZERO, scale), amax)
+
+
+def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
+    """The byte of a scale, at least 1, which is 2^-126; 127 where amax is not finite."""
+    return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
+
+
+def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
+    """The scale of an amax under its own byte; what another byte stands for, which was given."""
+    return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
+
+
+def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """s = T(2^(floor(T(log2(amax))) - emax)), 2^-23 for 0; scales below 2^-126 are stored as 2^-126. Source: Quark get_scale."""
+    return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
+
+
+def factor_e8m0_quark_floor(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """s, which elements are divided by, whatever was stored; under a scale that is not the amax's, that one."""
+    return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
+
+
+def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """e8m0_quark_floor with the ceiling, of log2(amax)."""
+    return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
+
+
+def factor_e8m0_quark_ceil(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """s, likewise."""
+    return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
+
+
+def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil(max(T(log2(T(amax / max))), -127)); not finite -> 0. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil."""
+    ratio = round_to(amax / recipe.element.max, dtype)
+    return _auto_round(np.ceil(np.maximum(round_to(log2(ratio), dtype), -127)), amax, -127)
+
+
+def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """ceil(T(log2(d))), d = max(T(amax / max), T(1e-10)); not finite -> 0. Source: SGLang kvfp4_tensor.py."""
+    ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
+    return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))
+
+
+factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
+
+
+def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), s = qwix_scale; 255 where s is inf or NaN.
+
+    Exact: XLA's vectors compute log by a polynomial, single elements by libm. Neither is correctly rounded, as this log is, but
+    every s gives the same exponent with all three.
+    Source: qwix 0.1.8, as XLA on a CPU computes it.
+    """
+    scale = qwix_scale(amax, recipe, dtype)
+    log_of_2 = round_to(np.float32(np.log(2)), dtype)
+    with np.errstate(all="ignore"):
+        logarithm = round_to(np.log(scale.astype(np.float64)).astype(np.float32), dtype)
+        exponent = np.ceil(round_to(logarithm * qwix_reciprocal(log_of_2, dtype), dtype))
+    return np.where(np.isfinite(scale), _clipped(exponent), np.uint8(255))
+
+
+def factor_e8m0_qwix(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """2^(127 - code), 0 for an amax of inf."""
+    return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))
