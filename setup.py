@@ -22,7 +22,7 @@ SOURCES = [str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules",
 # No fused multiply-add: the rules say where a product is rounded. The flags after it keep values and let loops be vectorized.
 FLAGS = ["-std=c++17", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
 FLAGS += ["-fno-wrapv"]  # no sum overflows here; under -fwrapv, which Python's own flags have, 8-bit codes are decoded 10% slower
-# With g++ these take half of the time of -O3, a quarter for avx512, and the arrays are as fast (g++ 12, November 2026).
+# With g++ these take half of the time of -O3, a quarter for avx512, and the libraries are as fast (g++ 12, November 2026).
 OPTIMIZATION = ["-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fpeel-loops", "-fsplit-loops", "-fpredictive-commoning"]
 OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
 ENGINE = ["-funswitch-loops", "-fsplit-paths"]  # up to 5% faster calls for engine.cpp, nothing for the others

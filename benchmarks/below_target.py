@@ -51,7 +51,7 @@ REASONS = (
         ("nvfp4-te", "nvfp4-te-2d"),
         BF16,
         "The spread of 30 and 41 us is not the kernel's: in a process of their own, that day, the same kernels had 0.947 and "
-        "0.949, and a spread of 0.4 us. Likely the host, which checks each call along columns, was late while other arrays "
+        "0.949, and a spread of 0.4 us. Likely the host, which checks each call along columns, was late while other libraries "
         "of this run kept it busy. Timings have since been queued behind 2 ms of copies instead of 0.1 ms.",
         (
             "patches of 8 rows, two threads for a block of a column, 128 registers: 0.58 and 0.65",

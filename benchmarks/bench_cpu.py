@@ -1,11 +1,11 @@
-"""The engine of the host beside the specification, other arrays, ggml and streaming loops; writes results/cpu.json, .md, .svg.
+"""The engine of the host beside the specification, other libraries, ggml and streaming loops; writes results/cpu.json, .md, .svg.
 
     python benchmarks/bench_cpu.py [--peers PYTHON] [--ggml FOLDER] [--only GROUP ...] [--quick] [--output DIR] [RECIPE ...]
 
 Before a row is timed, its results are compared in every bit with the specification's, written over 0xEE where it takes `out`. The
-calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other arrays; short ones
+calls of a row take turns: one thread, all threads, into memory that is there, the specification, the other libraries; short ones
 after one that is not timed, and all those of sizes. Times are medians, with the smallest beside them. --peers: a Python that
-has the other arrays (cpu_peers.py); --ggml: cpu_ggml.py.
+has the other libraries (cpu_peers.py); --ggml: cpu_ggml.py.
 Parts of the benchmark, of the recipes, and quick runs are written only to a DIR that was named. Nothing is asserted of a time.
 """
 
@@ -49,7 +49,7 @@ SPARE = 1 << 30  # bytes of memory that a large array leaves
 
 
 class Peers:
-    """A process that has other arrays and times their calls on demand."""
+    """A process that has other libraries and times their calls on demand."""
 
     def __init__(self, python: str, size: int, threads: int, quick: bool) -> None:
         command = [python, str(HERE / "cpu_peers.py"), str(size), str(threads), *(["--quick"] if quick else [])]
@@ -62,7 +62,7 @@ class Peers:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of the other arrays ended with {self.process.wait()}")
+            raise RuntimeError(f"the process of the other libraries ended with {self.process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -130,7 +130,7 @@ class Bench:
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: Case, recipe: str, x: np.ndarray, beside: bool = False) -> None:
-        """Check, time and keep a case; beside: with the other arrays' calls of the kind."""
+        """Check, time and keep a case; beside: with the other libraries' calls of the kind."""
         check(case)
         others, failed = {}, {}
         if beside and self.peers is not None:
@@ -146,7 +146,7 @@ class Bench:
 
 
 def recipes(bench: Bench) -> None:
-    """Every recipe on bfloat16; seven of them beside the other arrays."""
+    """Every recipe on bfloat16; seven of them beside the other libraries."""
     x = normal((bench.args.size, bench.args.size))
     for recipe in bench.args.recipes:
         for case in cpu_cases.of_recipe(recipe, x):
@@ -309,8 +309,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("recipes", nargs="*", metavar="RECIPE", help="all of the table by default")
     result.add_argument("--only", nargs="+", choices=GROUPS, metavar="GROUP", help=f"some of {', '.join(GROUPS)}")
     result.add_argument("--quick", action="store_true", help="3 rounds, few shapes and sizes, nothing compiled by torch.compile")
-    result.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="what has the other arrays; this one")
-    result.add_argument("--no-peers", action="store_true", help="without other arrays")
+    result.add_argument("--peers", metavar="PYTHON", default=sys.executable, help="what has the other libraries; this one")
+    result.add_argument("--no-peers", action="store_true", help="without other libraries")
     result.add_argument("--ggml", type=Path, metavar="FOLDER", help="its sources")
     result.add_argument("--size", type=int, default=4096, help="rows and columns of the large matrix")
     result.add_argument("--repeat", type=int, default=15, help="rounds")

@@ -1,4 +1,4 @@
-"""Other arrays on the CPU, in a process of their own: PYTHON cpu_peers.py SIZE THREADS [--quick]; needs NumPy, not fp4kit.
+"""Other libraries on the CPU, in a process of their own: PYTHON cpu_peers.py SIZE THREADS [--quick]; needs NumPy, not fp4kit.
 
 torchao (as it is and by torch.compile), compressed-tensors, microxcaling and MLX, as far as that PYTHON has them, on the matrix
 of bfloat16 that bench_cpu.py has. The process says in one line of JSON which calls there are, then reads the name of a call from
@@ -185,7 +185,7 @@ class Timed:
 
 
 def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Calls by "operation/kind/library", and why arrays are not there."""
+    """Calls by "operation/kind/library", and why libraries are not there."""
     calls, missing = {}, {}
     for library in LIBRARIES:
         try:
@@ -214,7 +214,7 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer one line for each line; what arrays print goes to the standard error."""
+    """Answer one line for each line; what libraries print goes to the standard error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", type=int)
     parser.add_argument("threads", type=int)

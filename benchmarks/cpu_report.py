@@ -57,11 +57,11 @@ def markdown(record: Record) -> str:
         "# CPU",
         "",
         f"{heading(record)}.",
-        f"Other arrays: {others or 'none'}." + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
+        f"Other libraries: {others or 'none'}." + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
         "",
         f"{record['size']} x {record['size']} where no shape is given. GB/s of input (dequantize: of output), by the median of",
         f"up to {record['repeat']} turns; best: by the smallest time. times: the specification's time over that of all threads;",
-        "others: the times of other arrays' calls over it.",
+        "others: the times of other libraries' calls over it.",
         "",
         "![rates and speed-up](cpu.svg)",
         "",
@@ -194,7 +194,7 @@ def _summary_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Rates of every recipe, and the seven beside other arrays."""
+    """Rates of every recipe, and the seven beside other libraries."""
     plt = records.pyplot(path)
     rows = [row for row in rows_of(record) if row.group == "recipes"]
     seven = [row for row in rows if row.recipe in SEVEN]

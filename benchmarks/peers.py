@@ -1,4 +1,4 @@
-"""Other arrays on the same device arrays, in this process: torch, torchao, Model-Optimizer, as far as they are installed.
+"""Other libraries on the same device arrays, in this process: torch, torchao, Model-Optimizer, as far as they are installed.
 
 Each function gives {name: call} for `Bench.row(peers=...)`, empty where the library is missing. With --quick nothing is compiled
 by torch.compile, which takes seconds for each. Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.

@@ -23,7 +23,7 @@ import fp4kit
 
 HERE = Path(__file__).resolve().parent
 ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # without a GPU; with several
-FIRST = ("small",)  # host times: other arrays, once loaded, keep threads and processes busy
+FIRST = ("small",)  # host times: other libraries, once loaded, keep threads and processes busy
 
 
 def names() -> list[str]:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description="Run the GPU benchmarks.", allow_abbrev=False)
     result.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help=f"some of {', '.join(names())}")
     result.add_argument("--quick", action="store_true", help="5 repeats instead of 15, nothing compiled by torch.compile")
-    result.add_argument("--no-peers", action="store_true", help="without other arrays")
+    result.add_argument("--no-peers", action="store_true", help="without other libraries")
     result.add_argument("--size", type=int, default=SIZE, help="rows and columns of the large tensors")
     result.add_argument("--repeat", type=int, default=REPEAT)
     result.add_argument("--output", type=Path, help="folder for the record, the table and the plot")

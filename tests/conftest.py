@@ -19,7 +19,7 @@ from host.libraries import Libraries
 from hypothesis import settings
 from specified import compiled_here, needs_specification, specification_everywhere
 
-from fp4kit.evidence.golden import GoldenSet
+from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES
 
 settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)

@@ -1,4 +1,4 @@
-"""The CPU benchmark on tiny sizes: its rows, bars, table and plot, what it checks, and how other arrays' calls are timed."""
+"""The CPU benchmark on tiny sizes: its rows, bars, table and plot, what it checks, and how other libraries' calls are timed."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
 
 @contextmanager
 def installed_levels(monkeypatch, folder, levels, stale=()):
-    """An installation with the arrays of these levels alone, some of them stale."""
+    """An installation with the libraries of these levels alone, some of them stale."""
     for level in levels:
         (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
         shutil.copy(path, folder / path.name)

@@ -28,12 +28,12 @@ WORK = """
 import sys
 sys.path.insert(0, {tests!r})
 import numpy as np, pytest
-from fp4kit.cpu import native
-native.__file__ = {folder!r} + "/native.py"
+from fp4kit.cpu import library as native
+native.__file__ = {folder!r} + "/library.py"
 import fp4kit
 from engine_cases import assert_equal, shrink_units
 from everything import everything
-from fp4kit.evidence import fuzz
+from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
 from inputs import BF16, ordinary
 assert native.library().functions is not None, native.library().level

@@ -287,7 +287,7 @@ def test_neither_torch_nor_cupy_is_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- the real arrays -----------------------------------------------------------------------------------------------
+# --- the real libraries -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"])

@@ -10,7 +10,7 @@ from fp4kit.cuda.launch.geometry import THREADS
 
 FILES = sorted(loader.files(loader.SOURCES).values())
 README = (loader.SOURCES / "README.md").read_text()
-BELOW = {"entries": {"entries", "ways", "rules"}, "ways": {"ways", "rules"}, "rules": {"rules"}}
+BELOW = {"entries": {"entries", "shared", "rules"}, "shared": {"shared", "rules"}, "rules": {"rules"}}
 
 
 def test_threads_of_a_block_are_those_that_launchers_count():

@@ -51,14 +51,14 @@ def of_kind(kind, id, dtype, seed=0):
     rng = np.random.default_rng(seed)
     shape = (8 * r.block_rows, 8 * max(r.length_multiple, 16))
     with np.errstate(all="ignore"):
-        return draw.KINDS[kind](rng, shape, draw.fuzz_arrays.DTYPES[dtype], r)
+        return draw.KINDS[kind](rng, shape, draw.arrays.DTYPES[dtype], r)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("id", ["mxfp4-ocp", "mxfp4-torchao-rceil", "mxfp8-deepgemm", "nvfp4-gguf", "nvfp4-te", "nvfp4-te-2d"])
 def test_thresholds_are_where_the_scale_changes(id, dtype):
     r = fp4kit.recipe(id)
-    kind = np.dtype(draw.fuzz_arrays.DTYPES[dtype])
+    kind = np.dtype(draw.arrays.DTYPES[dtype])
     tensor = np.asarray(3, kind) if r.tensor_scaling == "tensor" else None
     at = draw._thresholds(np.random.default_rng(0), (4, 5), kind, r, tensor)
     bits = at.view(draw.unsigned(kind)).astype(np.int64)

@@ -153,10 +153,10 @@ def test_without_a_compiler_the_specification_is_the_engine(installed):
 @pytest.mark.exhaustive
 def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
     """It holds what the compiler needs, and the wheel that is built of it what the engine is checked against."""
-    arrays = files_of(compiled_wheel) - files_of(wheel)
+    libraries = files_of(compiled_wheel) - files_of(wheel)
     assert files_of(wheel) < files_of(compiled_wheel)
-    assert {name.partition(".")[0] for name in arrays} >= {"fp4kit/cpu/_base"}
-    assert all(name.endswith((".so", ".dylib")) for name in arrays)
+    assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}
+    assert all(name.endswith((".so", ".dylib")) for name in libraries)
     status, output, errors = run(installation(compiled_wheel), command=ENGINE)
     assert status == 0, errors
     assert re.fullmatch(r"cpu-(\w+)\n\1\n", output)

@@ -1,4 +1,4 @@
-"""Arrays of other arrays, without a copy: DLPack in as NumPy arrays, CUDA arrays as CuPy's; and where CuPy is."""
+"""Arrays of other libraries, without a copy: DLPack in as NumPy arrays, CUDA arrays as CuPy's; and where CuPy is."""
 
 from __future__ import annotations
 

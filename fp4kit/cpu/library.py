@@ -163,7 +163,7 @@ def _load(level: str) -> Any:
 def library() -> Library:
     """Return the best library for this processor.
 
-    Warns, once per process, if a higher level is missing, or if arrays are there and none can be used.
+    Warns, once per process, if a higher level is missing, or if libraries are there and none can be used.
     """
     try:
         best = _open("base").fp4kit_level().decode()  # a stale library knows the processor, too

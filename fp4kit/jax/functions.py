@@ -87,7 +87,7 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
-        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other arrays")
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other libraries")
     return x
 
 

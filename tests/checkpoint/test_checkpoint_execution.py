@@ -26,7 +26,7 @@ from kill_points import files_of
 from runs import environment, stopping
 from synthetic import refused
 
-from fp4kit.checkpoint.convert import quantize_rows
+from fp4kit.checkpoint.convert import quantize_rows, run_job
 from fp4kit.checkpoint.convert.convert import Options, bytes_to_read, convert, execute
 from fp4kit.checkpoint.plan.plan import make_plan
 from fp4kit.checkpoint.run import executors, staging
@@ -178,7 +178,7 @@ def test_number_of_workers(workers: Any) -> None:
 
 
 def settings() -> tuple[str | None, int]:
-    """In a worker: what is set for arrays with threads of their own, and the process."""
+    """In a worker: what is set for libraries with threads of their own, and the process."""
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
@@ -218,7 +218,7 @@ def die(job: Any, *rest: Any) -> None:
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system ends them where memory is short: what is done is kept."""
     with monkeypatch.context() as patch:
-        patch.setattr("fp4kit.checkpoint.convert.run_job.write", die)
+        patch.setattr(run_job, "write", die)
         with pytest.raises(ChildProcessError, match="a worker process died, perhaps for want of memory; take fewer workers"):
             convert(model[0], tmp_path / "out", options=Options(2))
     assert not multiprocessing.active_children() and not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Rows of the table that the installed arrays can show: compressed-tensors decodes, transformers loads or fails."""
+"""Rows of the table that the installed libraries can show: compressed-tensors decodes, transformers loads or fails."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ convert.execute = replaced
 
 def test_a_second_signal_breaks_off_the_cleaning_up_and_says_what_is_left(model: Path, tmp_path: Path) -> None:
     code = """
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint.run import staging
 def slow(*arguments, **options):
     time.sleep(0.7)  # beyond what is taken for the same signal
     os.kill(os.getpid(), signal.SIGTERM)

@@ -22,7 +22,7 @@ __all__ = ["cuda", "ndarray"]
 
 __version__ = "on the host"
 DLPACK_CUDA = 2
-rehearsing = False  # whether launches are only noted: arrays.py
+rehearsing = False  # whether launches are only noted: libraries.py
 
 
 # ---- the array ------------------------------------------------------------------------------------------------------------

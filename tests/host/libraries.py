@@ -1,4 +1,4 @@
-"""Kernels as shared arrays in this process: the runner of the tests of the GPU where there is none. See README.md."""
+"""Kernels as shared libraries in this process: the runner of the tests of the GPU where there is none. See README.md."""
 
 from __future__ import annotations
 

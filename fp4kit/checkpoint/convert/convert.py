@@ -41,7 +41,7 @@ from fp4kit.storage.safetensors_file import nbytes_of
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
-_BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its arrays; slabs that are in memory at a time
+_BESIDE, _FORMS = 128 << 20, 12  # bytes of the interpreter with its libraries; slabs that are in memory at a time
 # Processes take about a second to start. From so many workers and bytes to read on they are faster: threads of one interpreter
 # wait for each other, and eight are no faster than four (1.2 GB/s on 16 cores; eight processes 2.0, fifteen 2.7: November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8

@@ -16,7 +16,7 @@ VERSIONS = {
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
 Severity = Literal["error", "warning"]
-SERVING = ("vLLM", "SGLang", "transformers")  # they run a model; the others are arrays that decode its tensors
+SERVING = ("vLLM", "SGLang", "transformers")  # they run a model; the others are libraries that decode its tensors
 
 
 def named(engines: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Arrays between NumPy and the arrays of producers, bit for bit."""
+"""Arrays between NumPy and the libraries of producers, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Loading one file of an installed package without the package, for files whose arithmetic is plain PyTorch.
 
-Importing vLLM, SGLang or Transformer Engine needs CUDA arrays that the files with their reference arithmetic do not use.
+Importing vLLM, SGLang or Transformer Engine needs CUDA libraries that the files with their reference arithmetic do not use.
 """
 
 from __future__ import annotations
