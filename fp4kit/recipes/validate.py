@@ -45,10 +45,13 @@ def check_recipe(r: Any) -> None:
     _check_options(r)
 
 
-def is_packed_by_auto_round(r: Any) -> bool:
-    """Return whether the rules and the handling of zeros are those of a recipe whose codes auto-round finds again."""
-    signs = {"auto_round": ("unsigned_zero", "rn")}.get(r.block_rule, ("negative", "rns"))
-    return "auto_round" in (r.block_rule or "") and (r.sign, r.rounding) == signs and not (r.nan_is_max or r.round_scaled)
+def can_be_repacked(r: Any) -> bool:
+    """Return whether all engines find codes again as auto-round packs them.
+
+    Under E4M3 scales, sign "negative" would change the code of small negatives from -0 to 0, which the fast paths do not do.
+    """
+    floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
+    return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
@@ -296,8 +299,9 @@ def _check_options(r: Any) -> None:
         _refuse(r, "flush", "needs a block_rule; a tensor scale alone has no flushed arithmetic")
     if r.keep_infinity and not (r.lane_sums or rules.BLOCK_RULES[r.block_rule or "te"].may_overflow):
         _refuse(r, "keep_infinity", "needs lane_sums or a block_rule of fouroversix, whose factors may be infinite")
-    if r.repacked and not is_packed_by_auto_round(r):
-        _refuse(r, "repacked", "needs a block_rule, sign and rounding that auto-round packs: those of its recipes")
+    if r.repacked and not can_be_repacked(r):
+        needed = "needs floats that a block_rule scales by apply 'multiply', without four_over_six and nan_is_max"
+        _refuse(r, "repacked", f"{needed}, and under E4M3 scales another sign than 'negative'")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(r, "nan_is_max", f"needs an element with a NaN and no nan_code; element is {r.element}, nan_code {r.nan_code}")
 

@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, E8M0, INT4, INT8
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import RECIPES, Recipe, rules
-from fp4kit.recipes.validate import is_packed_by_auto_round
+from fp4kit.recipes.validate import can_be_repacked
 
 FLOAT_ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, E1M2, E3M0)
 E8M0_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scale == "E8M0" and "flashinfer" not in name)
@@ -179,7 +179,7 @@ def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    return {"repacked": not r.repacked} if is_packed_by_auto_round(r) else {}
+    return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
