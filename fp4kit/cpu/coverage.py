@@ -73,8 +73,9 @@ WIDTH = 2048  # columns of a panel, and of a block, at most: kWidth of source/bl
 MOST_ROWS = 16  # of a block whose scale is chosen by errors: kMostRows of source/four_over_six.h
 
 
-# Elements below which what is not one call of the library (prepared.py) takes no less time by it than by the specification, for
-# the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with AVX-512, November 2026.
+# Below so many elements, what is not one call of the library (see cached_calls.py) is no faster by it than by the
+# specification, because of the work around it; by what a tensor scale covers. Two cores of an x86-64 machine with
+# AVX-512, November 2026.
 FEW = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
 FEW_VALUES, FEW_AMAX, FEW_COLUMNS = 1 << 11, 1 << 11, 16  # bytes of codes to be decoded; elements of an amax, and of a row
 

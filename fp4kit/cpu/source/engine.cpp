@@ -1,4 +1,4 @@
-// The functions that Python calls (native.py has their arguments): each does a whole matrix, by units of some rows and columns.
+// The functions that Python calls (library.py has their arguments): each does a whole matrix, by units of some rows and columns.
 #include "decode_matrix.h"
 #include "search_factors.h"
 #include "search.h"
