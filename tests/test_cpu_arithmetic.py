@@ -16,8 +16,8 @@ PROGRAM = """
 #include <cstdio>
 #include <initializer_list>
 
-#include "decode.h"
-#include "encode.h"
+#include "decode_block.h"
+#include "encode_elements.h"
 #include "four_over_six.h"
 #include "recipes.inc"
 

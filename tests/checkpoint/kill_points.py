@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert.convert import Options, convert, execute
 from fp4kit.checkpoint.model.manifest import differences, file_digest, names_in
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.run import staging
-from fp4kit.checkpoint.run.leftovers import leftovers_of
+from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -62,8 +62,9 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
     """What a killed run left; then it is finished."""
     partial = staging.partial_of(out)
     if out.exists():
-        if leftovers_of(out):
+        if staging.JOURNAL in {path.name for path in leftovers_of(out)}:
             convert(out.parent / "m", out, options=Options(resume=True))
+        remove_leftovers(out)  # of a run that was killed between the removal of its journal and that of its lock
         assert not [path.name for path in out.iterdir() if path.name.startswith(".")], "not tidied up"
         assert files_of(out) == whole and not partial.exists(), "not whole under its name"
         return "whole"

@@ -62,7 +62,7 @@ CASES = {
 }  # fmt: skip
 SCRIPT = """
 import re, sys
-from fp4kit.checkpoint.convert import convert
+from fp4kit.checkpoint import convert
 source, out, recipe, form = sys.argv[1:]
 convert(source, out, recipe, format=form or None)
 print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # ru_maxrss has the peak of the parent too

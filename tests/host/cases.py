@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import ml_dtypes
@@ -23,6 +23,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.recipes.schema import faking
 from fp4kit.reference.hadamard import TE_SIGN_MASK, hadamard_blocks
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -140,7 +141,7 @@ class Quantize:
         )
         launch.quantize_matrix(arrays, self.work(x), seed if isinstance(seed, int) else 0, way(self.kernel))
         if self.fake:
-            yield "values", values.array, fp4kit.dequantize(q)
+            yield "values", values.array, fp4kit.dequantize(replace(q, recipe=faking(q.recipe)))
             return
         yield "packed", packed.array, q.packed
         for name, actual, expected in (("scales", scales, q.block_scale), ("tensor_scale", decode_scale, q.tensor_scale)):
