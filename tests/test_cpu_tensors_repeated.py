@@ -75,6 +75,18 @@ def test_given_amaxes_and_outs():
         assert bits(values) == bits(fp4kit.dequantize(out))
 
 
+def test_arrays_of_jax_in_another_layout_are_not_taken_for_those_of_a_cached_call():
+    jax = pytest.importorskip("jax")
+    layouts = pytest.importorskip("jax.experimental.layout")
+    x = np.random.default_rng(7).standard_normal((64, 128)).astype(np.float32)
+    device = jax.devices("cpu")[0]
+    by_rows = jax.device_put(x, device)
+    by_columns = jax.device_put(x, layouts.Format(layouts.Layout((1, 0)), jax.sharding.SingleDeviceSharding(device)))
+    assert np.asarray(by_rows).strides != np.asarray(by_columns).strides
+    for array in (by_rows, by_rows, by_columns, by_columns, by_rows):
+        assert bits(fp4kit.quantize(array, "nvfp4-te")) == bits(fp4kit.quantize(x, "nvfp4-te"))
+
+
 def test_results_are_new_each_time():
     t = torch_of(np.ones((32, 64), np.float32))
     results = [fp4kit.quantize(t, "nvfp4-te") for _ in range(3)]

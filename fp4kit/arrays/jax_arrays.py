@@ -37,7 +37,8 @@ def facts(a: Any) -> Hashable:
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
         raise TypeError(kind)
-    return kind, a.shape, a.dtype, a.device, getattr(a, "committed", True)
+    view = np.asarray(a)  # waits for the values; its strides are those of the array's layout
+    return kind, a.shape, a.dtype, view.strides, view.flags.num, a.device, getattr(a, "committed", True)
 
 
 def array_of(array: Any, device: Any = None) -> Any:

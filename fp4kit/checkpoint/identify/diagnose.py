@@ -77,10 +77,10 @@ def explain(
     of groups that may share the layer's tensor scale, beside its own. unnamed: whether to look for what has no name, too:
     rows, scales and blocks in any order, and, on a sample, Hadamard transforms and stochastic rounding.
     Each of the mishaps of fp4kit.checkpoint.identify.corruptions is undone, alone and together with one of another kind:
-    in how codes are read, in the order of rows, of codes in bytes, of block scales, and in the tensor scale.
-    Then rows in any order, scales of
-    other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by 2 ulp. A source with NaN or
-    infinities is tried as it is, and with these replaced as a conversion does that with nonfinite="saturate".
+    in how codes are read, in the order of rows, of codes in bytes, of block scales, and in the tensor scale. Then rows in
+    any order, scales of other blocks, and blocks in other places. Fewer mishaps come first; the tensor scale may be off by
+    2 ulp. A source with NaN or infinities is tried as it is, and with these replaced as a conversion does that with
+    nonfinite="saturate".
     Memory: chunks of a million elements, and several times the bytes of block scales.
     Time: about as many quantizations of the layer as recipes give it, and some hundred of a sample. If nothing explains the
         layer, most of the time goes into what has no name. Without that, each recipe quantizes the sample once per amax.
